@@ -1,0 +1,210 @@
+"""The contract between the mathematics of an operator and whatever exchanges its states.
+
+To its neighbours a rank's tokens are an affine map of the state that enters them. A `Segment` is
+one call of an operator on one rank's tokens; it knows the map, the outputs once the entering state
+is there, and the adjoints of both. It does no communication, and an exchange (see `Exchange`) knows
+no mathematics.
+
+Forward, the order that leaves the exchange the longest time in flight::
+
+    map = segment.summarize()           # the state pass: starts the scan
+    segment.prepare()                   # whatever needs no entering state
+    o, finals = segment.output(entering, initials)
+
+Backward::
+
+    G = segment.adjoint(d_o, d_finals)  # from q, gates and d_o alone: starts the reverse scan
+    segment.replay(entering, initials)  # recomputation, in flight
+    gradients = segment.backward(d_o, d_finals)
+
+Packed documents are *pieces* (`zeco.core.documents`): ``initials`` [n, B, H, K, V] holds the states
+from which the pieces start that do not continue from the previous rank (row i for the i-th of
+``pieces.fresh``; None means zeros), ``finals`` [n, B, H, K, V] the state after every piece. The last
+final is the rank's leaving state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeco.core.documents import Pieces
+from zeco.core.maps import AffineMap
+from zeco.core.transitions import Transition
+
+Inputs = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What a segment's backward returns.
+
+    Attributes:
+        inputs: one gradient for each operator input (None where the input was None or needs none).
+        entering: gradient [B, H, K, V] of the entering state, through everything.
+        initials: gradient of ``initials``, or None.
+    """
+
+    inputs: Inputs
+    entering: Tensor
+    initials: Tensor | None
+
+
+class Segment(ABC):
+    """One call of an operator on one rank's tokens.
+
+    Args:
+        inputs: the operator's tensors, [B, T, ...], in its own order.
+        pieces: the documents' pieces among the T tokens.
+    """
+
+    def __init__(self, inputs: Inputs, pieces: Pieces) -> None:
+        self.inputs = inputs
+        self.pieces = pieces
+        self._leaves: Inputs = ()
+        self._replayed: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def summarize(self) -> AffineMap:
+        """Return the rank's map from a zero start: update [B, H, K, V] and total transition.
+
+        The transition is `Reset` when a document starts on the rank.
+        """
+
+    @abstractmethod
+    def output(self, entering: Tensor, initials: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs [B, T, H, V] and the state after every piece, given what enters.
+
+        A pure function of the inputs and of both arguments: `run` differentiates through it.
+        """
+
+    def prepare(self) -> None:
+        """Do the work that needs no entering state, and keep it for `output`."""
+
+    def transition(self) -> Transition:
+        """Return the total transition alone, as `summarize` would."""
+        return self.summarize().transition
+
+    def adjoint(self, d_o: Tensor, d_finals: Tensor | None) -> Tensor:
+        """Return the gradient of the entering state through outputs and inner finals.
+
+        The last final is left out: its gradient goes through the rank's transition.
+
+        Args:
+            d_o: gradient of the outputs [B, T, H, V].
+            d_finals: gradient of the finals [n, B, H, K, V], or None.
+        """
+        entering = torch.zeros_like(self.summarize().update).requires_grad_()
+        with torch.enable_grad():
+            o, finals = self.fresh().output(entering, None)
+        outputs, gradients = [o], [d_o]
+        if d_finals is not None and len(d_finals) > 1:
+            outputs.append(finals[:-1])
+            gradients.append(d_finals[:-1])
+        outputs, gradients = _differentiable(outputs, gradients)
+        if not outputs:
+            return torch.zeros_like(entering)
+        (gradient,) = torch.autograd.grad(outputs, entering, gradients, allow_unused=True)
+        return torch.zeros_like(entering) if gradient is None else gradient
+
+    @abstractmethod
+    def fresh(self, inputs: Inputs | None = None) -> Segment:
+        """Return a segment over other inputs (default: the same), with nothing kept from before."""
+
+    def replay(self, entering: Tensor, initials: Tensor | None) -> None:
+        """Recompute the forward pass for `backward`."""
+        self._leaves = tuple(
+            None if x is None else x.detach().requires_grad_(x.is_floating_point())
+            for x in self.inputs
+        )
+        entering = entering.detach().requires_grad_()
+        initials = None if initials is None else initials.detach().requires_grad_()
+        with torch.enable_grad():
+            o, finals = self.fresh(self._leaves).output(entering, initials)
+        self._replayed = (entering, initials, o, finals)
+
+    def backward(self, d_o: Tensor, d_finals: Tensor) -> Gradients:
+        """Return all gradients; `replay` must have run.
+
+        Args:
+            d_o: gradient of the outputs [B, T, H, V].
+            d_finals: gradient of the finals [n, B, H, K, V]; the last one includes what the later
+                ranks sent back.
+        """
+        if self._replayed is None:
+            raise RuntimeError("Segment.backward was called before Segment.replay")
+        entering, initials, o, finals = self._replayed
+        self._replayed = None
+        wanted = [x for x in (*self._leaves, entering, initials) if x is not None]
+        outputs, gradients = _differentiable([o, finals], [d_o, d_finals])
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        inputs = tuple(None if x is None else next(found) for x in self._leaves)
+        d_entering = next(found)
+        d_initials = None if initials is None else next(found)
+        if d_entering is None:
+            d_entering = torch.zeros_like(entering)
+        return Gradients(inputs, d_entering, d_initials)
+
+
+def _differentiable(
+    outputs: list[Tensor], gradients: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    return [o for o, _ in pairs], [g for _, g in pairs]
+
+
+class Operator(Protocol):
+    """A linear-attention operator with its options fixed."""
+
+    @property
+    def name(self) -> str:
+        """The public name, for messages."""
+        ...
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the tensors, in the order of `segment`'s inputs."""
+        ...
+
+    def state_shape(self, inputs: Inputs) -> tuple[int, int, int, int]:
+        """Return [B, H, K, V] of the states."""
+        ...
+
+    def segment(self, inputs: Inputs, pieces: Pieces) -> Segment:
+        """Return the call of this operator on a rank's tokens."""
+        ...
+
+
+class Exchange(Protocol):
+    """A sequence-parallel method, as seen by an operator call: how entering states are found."""
+
+    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
+        """Return the pieces of documents among this rank's tokens."""
+        ...
+
+    def forward(
+        self, segment: Segment, initial: Tensor | None, initials: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (o, finals, entering).
+
+        Args:
+            segment: this rank's call.
+            initial: state [B, H, K, V] that enters the first rank (None elsewhere and for zeros).
+            initials: states of the pieces that start afresh; see the module's text.
+        """
+        ...
+
+    def backward(
+        self,
+        segment: Segment,
+        entering: Tensor,
+        initials: Tensor | None,
+        d_o: Tensor,
+        d_finals: Tensor | None,
+    ) -> Gradients:
+        """Return all gradients; ``entering`` is the gradient of ``initial`` on the first rank."""
+        ...
