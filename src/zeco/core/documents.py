@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,12 +27,15 @@ class Pieces:
         documents: the global document of each piece.
         continued: whether the first piece goes on from the previous rank.
         continues: whether the last piece goes on to the next rank.
+        before: tokens of the first piece's document on earlier ranks; None when the sequence isn't
+            packed, for then nothing asks.
     """
 
     bounds: tuple[int, ...]
     documents: tuple[int, ...]
     continued: bool
     continues: bool
+    before: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +62,7 @@ def whole(num_tokens: int) -> Pieces:
     """Return the single piece of a rank whose sequence isn't packed: it always continues.
 
     >>> whole(5)
-    Pieces(bounds=(0, 5), documents=(0,), continued=True, continues=True)
+    Pieces(bounds=(0, 5), documents=(0,), continued=True, continues=True, before=None)
     """
     return Pieces((0, num_tokens), (0,), continued=True, continues=True)
 
@@ -75,14 +79,15 @@ def local_pieces(cu_seqlens: Sequence[int], start: int, stop: int) -> Pieces:
         stop: one past its last.
 
     >>> local_pieces([0, 3, 3, 8], 2, 6)
-    Pieces(bounds=(0, 1, 1, 4), documents=(0, 1, 2), continued=True, continues=True)
+    Pieces(bounds=(0, 1, 1, 4), documents=(0, 1, 2), continued=True, continues=True, before=2)
     >>> local_pieces([0, 3, 8], 3, 3)
-    Pieces(bounds=(0, 0), documents=(0,), continued=True, continues=True)
+    Pieces(bounds=(0, 0), documents=(0,), continued=True, continues=True, before=3)
     """
     total = cu_seqlens[-1]
     if start == stop and total > 0:
         document = max(0, bisect_right(cu_seqlens, start - 1) - 1)
-        return Pieces((0, 0), (document,), continued=True, continues=True)
+        before = start - cu_seqlens[document]
+        return Pieces((0, 0), (document,), continued=True, continues=True, before=before)
     num_documents = len(cu_seqlens) - 1
     bounds: list[int] = [0]
     documents: list[int] = []
@@ -100,7 +105,8 @@ def local_pieces(cu_seqlens: Sequence[int], start: int, stop: int) -> Pieces:
         documents.append(document)
         bounds.append(min(last, stop) - start)
     continues = cu_seqlens[documents[-1] + 1] > stop
-    return Pieces(tuple(bounds), tuple(documents), continued, continues)
+    before = start - cu_seqlens[documents[0]] if continued else 0
+    return Pieces(tuple(bounds), tuple(documents), continued, continues, before)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, total: int, batch: int) -> tuple[int, ...]:
@@ -122,7 +128,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int, batch: int) -> tuple[int, .
     bounds = tuple(int(b) for b in cu_seqlens.tolist())
     if len(bounds) < 2 or bounds[0] != 0:
         raise ArgumentError(f"{where} must start at 0 and have two entries or more, got {bounds}")
-    for earlier, later in zip(bounds, bounds[1:], strict=False):
+    for earlier, later in pairwise(bounds):
         if later < earlier:
             raise ArgumentError(f"{where} decreases from {earlier} to {later}; sort the documents")
     if bounds[-1] != total:

@@ -12,9 +12,7 @@ from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
 BACKENDS = ("auto", "torch", "triton", "fla")
 
 
-def choose_backend(
-    name: str, backend: str, device: torch.device, offered: Collection[str]
-) -> str:
+def choose_backend(name: str, backend: str, device: torch.device, offered: Collection[str]) -> str:
     """Return the backend that an operator call uses.
 
     Args:

@@ -6,7 +6,10 @@ when the segment's passes run around the communication. See `zeco.operators.segm
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +20,21 @@ from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
 from zeco.operators.segment import Exchange, Gradients, Inputs, Operator, Segment
 
+CallT = ParamSpec("CallT")
+ResultT = TypeVar("ResultT")
+
 
 class SingleDevice:
     """The exchange of a sequence that lies whole on one device: there is none."""
+
+    check = False
+
+    def report_failure(self, error: BaseException) -> None:
+        """Do nothing: no other rank waits."""
+
+    def is_first(self) -> bool:
+        """Return True: the sequence starts here."""
+        return True
 
     def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
         """Return the documents among the tokens, which are the whole sequence."""
@@ -28,11 +43,9 @@ class SingleDevice:
         return local_pieces(check_cu_seqlens(cu_seqlens, num_tokens, batch), 0, num_tokens)
 
     def forward(
-        self, segment: Segment, initial: Tensor | None, initials: Tensor | None
+        self, segment: Segment, initial: Tensor, initials: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the pass from the initial state."""
-        if initial is None:
-            raise ArgumentError("SingleDevice.forward needs the initial state, zeros included")
         o, finals = segment.output(initial, initials)
         return o, finals, initial
 
@@ -42,7 +55,7 @@ class SingleDevice:
         entering: Tensor,
         initials: Tensor | None,
         d_o: Tensor,
-        d_finals: Tensor | None,
+        d_finals: Tensor,
     ) -> Gradients:
         """Replay the pass and take its gradients."""
         segment.replay(entering, initials)
@@ -50,7 +63,10 @@ class SingleDevice:
 
 
 class SegmentFunction(torch.autograd.Function):
-    """Outputs and finals of an operator call, differentiable in inputs and initial states."""
+    """Outputs and finals of an operator call, differentiable in inputs and initial states.
+
+    Autocast is off inside: states and gates keep their own dtype.
+    """
 
     @staticmethod
     def forward(
@@ -58,13 +74,14 @@ class SegmentFunction(torch.autograd.Function):
         operator: Operator,
         exchange: Exchange,
         pieces: Pieces,
-        initial: Tensor | None,
+        initial: Tensor,
         initials: Tensor | None,
         *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the exchange's forward."""
         segment = operator.segment(inputs, pieces)
-        o, finals, entering = exchange.forward(segment, initial, initials)
+        with _reported(exchange), torch.autocast(initial.device.type, enabled=False):
+            o, finals, entering = exchange.forward(segment, initial, initials)
         ctx.operator, ctx.exchange, ctx.pieces = operator, exchange, pieces
         ctx.save_for_backward(entering, initials, *inputs)
         return o, finals
@@ -74,10 +91,34 @@ class SegmentFunction(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor, d_finals: Tensor) -> tuple[Any, ...]:
         """Run the exchange's backward."""
         entering, initials, *inputs = ctx.saved_tensors
+        exchange: Exchange = ctx.exchange
         segment = ctx.operator.segment(tuple(inputs), ctx.pieces)
-        found: Gradients = ctx.exchange.backward(segment, entering, initials, d_o, d_finals)
-        d_initial = found.entering if ctx.needs_input_grad[3] else None
-        return None, None, None, d_initial, found.initials, *found.inputs
+        with _reported(exchange), torch.autocast(entering.device.type, enabled=False):
+            found = exchange.backward(segment, entering, initials, d_o, d_finals)
+        wanted = ctx.needs_input_grad[3] and exchange.is_first()
+        return None, None, None, found.entering if wanted else None, found.initials, *found.inputs
+
+
+@contextmanager
+def _reported(exchange: Exchange | None) -> Generator[None]:
+    """Tell the other ranks about an error on its way out."""
+    try:
+        yield
+    except Exception as error:
+        if exchange is not None:
+            exchange.report_failure(error)
+        raise
+
+
+def operator_call(function: Callable[CallT, ResultT]) -> Callable[CallT, ResultT]:
+    """Decorate a public operator: when it raises on one rank, the ranks that wait for it are told."""
+
+    @functools.wraps(function)
+    def call(*args: CallT.args, **kwargs: CallT.kwargs) -> ResultT:
+        with _reported(cast("Exchange | None", kwargs.get("sp"))):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def run_operator(
@@ -111,9 +152,9 @@ def run_operator(
         raise ArgumentError(f"{operator.name}: {operator.input_names[0]} is required")
     shape = operator.state_shape(inputs)
     pieces = exchange.locate(first.shape[1], cu_seqlens, shape[0])
-    dtype = state_dtype(*inputs, initial_state)
+    dtype = state_dtype(*inputs)
     initial, initials = _initial_states(operator, initial_state, pieces, shape, cu_seqlens, dtype)
-    if initial is None and sp is None:
+    if initial is None:
         initial = first.new_zeros(shape, dtype=dtype)
     o, finals = SegmentFunction.apply(operator, exchange, pieces, initial, initials, *inputs)
     if not output_final_state:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def make_layout(pieces: Pieces, chunk: int) -> Layout:
     ranges: list[tuple[int, int]] = []
     rows: list[int] = []
     first = 0
-    for start, stop in zip(pieces.bounds, pieces.bounds[1:], strict=False):
+    for start, stop in pairwise(pieces.bounds):
         count = -(-(stop - start) // chunk)
         ranges.append((first, first + count))
         first += count

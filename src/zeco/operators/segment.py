@@ -182,18 +182,29 @@ class Operator(Protocol):
 class Exchange(Protocol):
     """A sequence-parallel method, as seen by an operator call: how entering states are found."""
 
+    check: bool
+    """Whether values are looked at (NaN, gates above zero) and ranks compare their calls."""
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one raised, so that none waits for it."""
+        ...
+
+    def is_first(self) -> bool:
+        """Whether ``initial`` is used here."""
+        ...
+
     def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
         """Return the pieces of documents among this rank's tokens."""
         ...
 
     def forward(
-        self, segment: Segment, initial: Tensor | None, initials: Tensor | None
+        self, segment: Segment, initial: Tensor, initials: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (o, finals, entering).
 
         Args:
             segment: this rank's call.
-            initial: state [B, H, K, V] that enters the first rank (None elsewhere and for zeros).
+            initial: state [B, H, K, V] that enters the first rank; not used on the others.
             initials: states of the pieces that start afresh; see the module's text.
         """
         ...
@@ -204,7 +215,7 @@ class Exchange(Protocol):
         entering: Tensor,
         initials: Tensor | None,
         d_o: Tensor,
-        d_finals: Tensor | None,
+        d_finals: Tensor,
     ) -> Gradients:
         """Return all gradients; ``entering`` is the gradient of ``initial`` on the first rank."""
         ...

@@ -1,0 +1,1 @@
+"""Transports, All-Scan and the other scans, halo exchange, the ledger."""

@@ -1,0 +1,213 @@
+"""Execution of a schedule's program on one rank: the only place where scans move data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zeco.collectives.transport import Message, Request, Transport
+from zeco.core.blocks import Algebra, Value
+from zeco.core.errors import RankFailedError
+from zeco.core.maps import AffineMap
+from zeco.core.schedule import (
+    ENTERING,
+    LEAVING,
+    OWN,
+    AllGather,
+    Combine,
+    Exchange,
+    Form,
+    Receive,
+    Schedule,
+    Send,
+    Step,
+    Transfer,
+)
+
+Pass = Callable[[Tensor], Tensor]
+"""A rank's whole local pass: the state [B, H, K, V] that leaves, from the one that enters."""
+
+
+class Execution:
+    """One scan on one rank.
+
+    Args:
+        schedule: whose program of this rank is run.
+        transport: this rank's end of the group.
+        algebra: how maps of this kind act on blocks; it has as many as the schedule.
+        own: this rank's map; only its transition's kind matters if ``local_pass`` is given.
+        initial: the state that enters the first rank of the direction of travel; None for zeros.
+        tags: first tag of this scan's range.
+        purpose: under which the ledger counts the messages.
+        local_pass: used instead of ``own`` to get from the entering to the leaving state, in
+            schedules of one block: the rank's whole pass runs inside the scan, as in LASP-1.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        transport: Transport,
+        algebra: Algebra,
+        own: AffineMap,
+        initial: Tensor | None,
+        *,
+        tags: int,
+        purpose: str,
+        local_pass: Pass | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.transport = transport
+        self.tags = tags
+        self.purpose = purpose
+        self.local_pass = local_pass
+        self.algebra = algebra
+        update = self.algebra.to_rows(own.update)
+        self.entering = torch.empty_like(update)
+        self.leaving = torch.empty_like(update)
+        self.values: dict[tuple[str, int], Value] = {}
+        self.arriving: dict[tuple[str, int], tuple[Request, Tensor]] = {}
+        self.sending: list[tuple[Request, Message]] = []
+        parameters = self.algebra.parameters(own.transition, update)
+        for block, (start, stop) in enumerate(self.algebra.cuts):
+            self.values[OWN, block] = Value(update[start:stop], parameters[block])
+        if transport.rank == schedule.first:
+            rows = None if initial is None else self.algebra.to_rows(initial)
+            if rows is None:
+                self.entering.zero_()
+            else:
+                self.entering.copy_(rows)
+            for block, (start, stop) in enumerate(self.algebra.cuts):
+                self.values[ENTERING, block] = Value(self.entering[start:stop], None)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Run the program; return the entering and the leaving state [B, H, K, V]."""
+        program = self.schedule.programs[self.transport.rank]
+        if self.transport.posts_receives_early:
+            transfers = [t for step in program for t in _transfers(step)]
+            self._post([], [t for t in transfers if isinstance(t, Receive)])
+        for number, step in enumerate(program):
+            try:
+                self._run_step(step)
+            except RankFailedError as error:
+                raise RankFailedError(
+                    f"{error} (at step {number} of {self.schedule.algorithm!r}, {self.purpose})"
+                ) from error
+        for request, _ in self.sending:
+            request.wait()
+        return self.algebra.from_rows(self.entering), self.algebra.from_rows(self.leaving)
+
+    def _run_step(self, step: Step) -> None:
+        match step:
+            case Combine():
+                self._combine(step)
+            case Send():
+                self._post([step], [])
+            case Receive():
+                self._finish_receive(step)
+            case Exchange(transfers):
+                self._exchange(transfers)
+            case AllGather():
+                self._all_gather(step)
+
+    def _rows(self, register: str, block: int) -> Tensor:
+        """Return the buffer of a register's block."""
+        start, stop = self.algebra.cuts[block]
+        if register == ENTERING:
+            return self.entering[start:stop]
+        if register == LEAVING:
+            return self.leaving[start:stop]
+        return torch.empty_like(self.entering[start:stop])
+
+    def _combine(self, step: Combine) -> None:
+        later = self.values[step.later, step.block]
+        earlier = self.values[step.earlier, step.block]
+        out = self._rows(step.target, step.block)
+        if self.local_pass is not None and step.target == LEAVING:
+            leaving = self.local_pass(self.algebra.from_rows(self.entering))
+            out.copy_(self.algebra.to_rows(leaving))
+            self.values[LEAVING, step.block] = Value(out, None)
+            return
+        self.algebra.apply(step.block, later, earlier.rows, out)
+        parameters = None
+        if earlier.parameters is not None and later.parameters is not None:
+            parameters = self.algebra.compose(step.block, later.parameters, earlier.parameters)
+        self.values[step.target, step.block] = Value(out, parameters)
+
+    def _exchange(self, transfers: tuple[Transfer, ...]) -> None:
+        """Post transfers together and wait for those that arrive."""
+        receives = [t for t in transfers if isinstance(t, Receive)]
+        missing = [t for t in receives if (t.register, t.block) not in self.arriving]
+        self._post([t for t in transfers if isinstance(t, Send)], missing)
+        for transfer in receives:
+            self._finish_receive(transfer)
+
+    def _post(self, sends: list[Send], receives: list[Receive]) -> None:
+        """Start messages together; a state arrives straight in its place."""
+        outgoing: list[Message] = []
+        for step in sends:
+            value = self.values[step.register, step.block]
+            rows = value.rows if step.form is Form.STATE else self._pack(value, step.block)
+            outgoing.append(Message(rows, step.peer, self.tags + step.block))
+        incoming: list[Message] = []
+        for step in receives:
+            buffer = self._rows(step.register, step.block)
+            if step.form is Form.MAP:
+                own = self.values[OWN, step.block]
+                buffer = own.rows.new_empty(_numel(own.parameters) + own.rows.numel())
+            incoming.append(Message(buffer, step.peer, self.tags + step.block))
+        requests = self.transport.exchange(outgoing, incoming, self.purpose)
+        self.sending += zip(requests, outgoing, strict=False)
+        for step, request, message in zip(
+            receives, requests[len(outgoing) :], incoming, strict=True
+        ):
+            self.arriving[step.register, step.block] = (request, message.tensor)
+
+    def _finish_receive(self, step: Receive) -> None:
+        if (step.register, step.block) not in self.arriving:
+            self._post([], [step])
+        request, buffer = self.arriving.pop((step.register, step.block))
+        request.wait()
+        value = Value(buffer, None) if step.form is Form.STATE else self._unpack(buffer, step.block)
+        self.values[step.register, step.block] = value
+
+    def _all_gather(self, step: AllGather) -> None:
+        message = self._pack(self.values[step.register, step.block], step.block)
+        found = self.transport.all_gather(message, self.tags + step.block, self.purpose)
+        for target, form, other in zip(step.targets, step.forms, found, strict=True):
+            value = self._unpack(other, step.block)
+            if form is Form.STATE:
+                value.parameters = None
+            if target == ENTERING:
+                self._rows(ENTERING, step.block).copy_(value.rows)
+            self.values[target, step.block] = value
+
+    def _pack(self, value: Value, block: int) -> Tensor:
+        """Lay out a map as one message; a state takes the same room, its parameters unused."""
+        parameters = value.parameters
+        if parameters is None:
+            parameters = value.rows.new_zeros(_numel(self.values[OWN, block].parameters))
+        return torch.cat([parameters.reshape(-1), value.rows.reshape(-1)])
+
+    def _unpack(self, message: Tensor, block: int) -> Value:
+        own = self.values[OWN, block]
+        size = _numel(own.parameters)
+        parameters = message[:size]
+        if own.parameters is not None:
+            parameters = parameters.view_as(own.parameters)
+        return Value(message[size:].view_as(own.rows), parameters)
+
+
+def _transfers(step: Step) -> tuple[Transfer, ...]:
+    match step:
+        case Send() | Receive():
+            return (step,)
+        case Exchange(transfers):
+            return transfers
+        case _:
+            return ()
+
+
+def _numel(parameters: Tensor | None) -> int:
+    return 0 if parameters is None else parameters.numel()

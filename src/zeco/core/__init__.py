@@ -1,0 +1,1 @@
+"""Affine maps, schedules, costs, shapes and errors; imports no other room."""

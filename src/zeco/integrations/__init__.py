@@ -1,0 +1,1 @@
+"""Other people's models; the only room that knows them."""

@@ -1,0 +1,1 @@
+"""Triton launchers; no autograd, no distributed logic."""

@@ -1,0 +1,216 @@
+"""The object a user holds: which ranks share a sequence, and by which method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco.collectives.agreement import check_agreement
+from zeco.collectives.groups import Group, transport_of
+from zeco.collectives.ledger import Ledger
+from zeco.collectives.recompute import take_slot
+from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
+from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
+from zeco.core.partition import check_shard_sizes, default_shard_sizes, shard_bounds
+from zeco.core.schedule import BUILDERS
+from zeco.operators.segment import Gradients, Segment
+from zeco.sequence_parallel.methods import Lasp1, Local, Method, Scanned
+
+METHODS = ("zeco", "lasp1", "lasp2", "local")
+LAYOUTS = ("contiguous",)
+
+
+class SequenceParallel:
+    """Ranks that share one sequence, each holding a contiguous part of its tokens.
+
+    Args:
+        group: a 1-D device mesh, a process group, or None for the default group (a single rank
+            where torch.distributed isn't initialised).
+        method: ``"zeco"``; the baselines ``"lasp1"`` (serial) and ``"lasp2"`` (all-gather); or
+            ``"local"``, a control that exchanges nothing and so computes something else.
+        algorithm: the scan of ``"zeco"``: ``"auto"``, ``"chain"``, ``"serial"`` or ``"gather"``.
+        num_blocks: pipeline blocks of its scan; None lets the cost model choose.
+        overlap: whether ranks go on computing while a scan of ``"zeco"`` or ``"lasp2"`` is in flight.
+        shard_sizes: tokens of every rank; None means L // P, one more on the first L % P ranks.
+        layout: ``"contiguous"``.
+        check: whether every call compares shapes, dtypes and options between the ranks and looks
+            for NaN; None means on in torch.distributed's debug mode (TORCH_DISTRIBUTED_DEBUG).
+
+    Raises:
+        ArgumentError: a name that doesn't exist, options that don't go together, wrong shard sizes.
+        GroupError: this process isn't in the group.
+
+    >>> import zeco
+    >>> zeco.SequenceParallel(method="zeco").size
+    1
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        *,
+        method: str = "zeco",
+        algorithm: str = "auto",
+        num_blocks: int | None = None,
+        overlap: bool = True,
+        shard_sizes: Sequence[int] | None = None,
+        layout: str = "contiguous",
+        check: bool | None = None,
+    ) -> None:
+        self.transport = transport_of(group)
+        if layout not in LAYOUTS:
+            raise UnsupportedError(unknown_name("layout", layout, LAYOUTS))
+        if num_blocks is not None and num_blocks < 1:
+            raise ArgumentError(f"num_blocks={num_blocks}, but must be at least 1, or None")
+        self.method_name = method
+        self.method = _make_method(method, algorithm, num_blocks, overlap)
+        self.layout = layout
+        self.shard_sizes = (
+            None if shard_sizes is None else check_shard_sizes(shard_sizes, self.transport.size)
+        )
+        self.check = _debugging() if check is None else check
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the sequence, P."""
+        return self.transport.size
+
+    @property
+    def group(self) -> Group:
+        """What `zeco.all_scan` and torch's collectives take as group; None for a single rank."""
+        return self.transport.as_group()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Messages, bytes and waiting time of this rank."""
+        return self.transport.ledger
+
+    @property
+    def exposed_wait_s(self) -> float:
+        """Seconds that this rank has stood still for scans since the ledger was cleared."""
+        return self.transport.ledger.wait_s
+
+    def sizes(self, total: int) -> tuple[int, ...]:
+        """Return the tokens that each rank holds of a sequence of ``total``."""
+        if self.shard_sizes is None:
+            return default_shard_sizes(total, self.size)
+        if sum(self.shard_sizes) != total:
+            raise ArgumentError(
+                f"shard_sizes={self.shard_sizes} sum to {sum(self.shard_sizes)}, but the sequence "
+                f"has {total} tokens; make them sum to it, or leave them out"
+            )
+        return self.shard_sizes
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """Return this rank's first token of a sequence of ``total``, and one past its last."""
+        return shard_bounds(self.sizes(total), self.rank)
+
+    # What follows is the exchange that operators see: `zeco.operators.segment.Exchange`.
+
+    def is_first(self) -> bool:
+        """Whether the sequence starts on this rank."""
+        return self.rank == 0
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one raised, so that none waits for it."""
+        self.transport.report_failure(error)
+
+    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
+        """Return the pieces of documents among this rank's tokens.
+
+        Args:
+            num_tokens: tokens on this rank.
+            cu_seqlens: global document boundaries, or None.
+            batch: the batch size.
+
+        Raises:
+            ArgumentError: boundaries that don't fit, or another number of tokens than this rank's.
+        """
+        if cu_seqlens is None:
+            if self.shard_sizes is not None and num_tokens != self.shard_sizes[self.rank]:
+                raise ArgumentError(
+                    f"this rank has {num_tokens} tokens, but shard_sizes gives rank {self.rank} "
+                    f"{self.shard_sizes[self.rank]}; cut batches with zeco.shard_batch"
+                )
+            return whole(num_tokens)
+        total = int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
+        bounds = check_cu_seqlens(cu_seqlens, total, batch)
+        start, stop = self.bounds(total)
+        if stop - start != num_tokens:
+            raise ArgumentError(
+                f"cu_seqlens ends at {total}, of which rank {self.rank} of {self.size} holds "
+                f"{stop - start} tokens, but got {num_tokens}; give global boundaries, and "
+                "shard_sizes if the shards are uneven"
+            )
+        return local_pieces(bounds, start, stop)
+
+    def forward(
+        self, segment: Segment, initial: Tensor, initials: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (o, finals, entering); in recomputation without asking any other rank."""
+        slot = take_slot()
+        kept = None if slot is None else slot.read()
+        if kept is not None:
+            o, finals = segment.output(kept[0], initials)
+            return o, finals, kept[0]
+        if self.check:
+            self._check_call(segment, initial)
+        o, finals, entering = self.method.forward(self.transport, segment, initial, initials)
+        if slot is not None:
+            slot.write(entering)
+        return o, finals, entering
+
+    def backward(
+        self,
+        segment: Segment,
+        entering: Tensor,
+        initials: Tensor | None,
+        d_o: Tensor,
+        d_finals: Tensor,
+    ) -> Gradients:
+        """Return all gradients."""
+        return self.method.backward(self.transport, segment, entering, initials, d_o, d_finals)
+
+    def _check_call(self, segment: Segment, initial: Tensor) -> None:
+        fields: dict[str, object] = {
+            "operator": type(segment).__name__,
+            "method": f"{self.method_name} {self.method}",
+            "state shape [B, H, K, V]": list(initial.shape),
+            "state dtype": initial.dtype,
+        }
+        check_agreement(self.transport, "sequence-parallel operator", fields)
+
+
+def _make_method(method: str, algorithm: str, num_blocks: int | None, overlap: bool) -> Method:
+    """Build the method and refuse options that it would have to ignore."""
+    if method not in METHODS:
+        raise ArgumentError(unknown_name("method", method, METHODS))
+    if algorithm not in ("auto", *BUILDERS):
+        raise ArgumentError(unknown_name("algorithm", algorithm, ["auto", *BUILDERS]))
+    if method == "zeco":
+        return Scanned(algorithm, num_blocks, overlap)
+    if algorithm != "auto" or num_blocks is not None:
+        raise ArgumentError(
+            f"method={method!r} has a scan of its own: algorithm={algorithm!r} and "
+            f"num_blocks={num_blocks} go with method='zeco' only; leave them out"
+        )
+    if method == "lasp2":
+        return Scanned("gather", None, overlap)
+    if not overlap:
+        raise ArgumentError(
+            f"overlap=False goes with methods 'zeco' and 'lasp2'; {method!r} overlaps nothing"
+        )
+    return Lasp1() if method == "lasp1" else Local()
+
+
+def _debugging() -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_debug_level() != dist.DebugLevel.OFF

@@ -1,0 +1,1 @@
+"""Schedules on clusters that aren't here."""
