@@ -44,9 +44,9 @@ def transport_of(group: Group) -> Transport:
         if not (dist.is_available() and dist.is_initialized()):
             return SingleTransport()
         group = dist.group.WORLD
-    if isinstance(group, int):  # what torch.distributed.new_group gives to processes outside
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise GroupError(
-            f"process {dist.get_rank()} isn't in the given group; call this only on its members"
+            "this process isn't in the given group; call this only on the group's members"
         )
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(

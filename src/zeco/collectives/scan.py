@@ -82,7 +82,10 @@ def start_scan(
             return execution.run()
 
     if local_pass is not None:
-        return ScanHandle(transport, Ended(program()))
+        start = time.perf_counter()
+        states = program()
+        transport.ledger.count_wait(time.perf_counter() - start - execution.pass_s)
+        return ScanHandle(transport, Ended(states))
     return ScanHandle(transport, transport.submit(program))
 
 

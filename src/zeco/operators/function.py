@@ -192,6 +192,7 @@ def _initial_states(
 
 def _scatter_finals(finals: Tensor, pieces: Pieces, cu_seqlens: Tensor) -> Tensor:
     """Put the states of documents that end on this rank into rows [N, H, K, V], zeros elsewhere."""
-    documents = torch.tensor([pieces.documents[i] for i in pieces.ended], device=finals.device)
+    ended = [pieces.documents[i] for i in pieces.ended]
+    documents = torch.tensor(ended, dtype=torch.long, device=finals.device)
     rows = finals.new_zeros(len(cu_seqlens) - 1, *finals.shape[2:])
     return rows.index_copy(0, documents, finals[list(pieces.ended)].squeeze(1))

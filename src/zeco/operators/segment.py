@@ -7,7 +7,7 @@ no mathematics.
 
 Forward, the order that leaves the exchange the longest time in flight::
 
-    map = segment.summarize()           # the state pass: starts the scan
+    map = segment.summarize(initials)   # the state pass: starts the scan
     segment.prepare()                   # whatever needs no entering state
     o, finals = segment.output(entering, initials)
 
@@ -69,10 +69,11 @@ class Segment(ABC):
         self._replayed: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
 
     @abstractmethod
-    def summarize(self) -> AffineMap:
-        """Return the rank's map from a zero start: update [B, H, K, V] and total transition.
+    def summarize(self, initials: Tensor | None = None) -> AffineMap:
+        """Return the rank's map: update [B, H, K, V] and total transition.
 
-        The transition is `Reset` when a document starts on the rank.
+        When a document starts on the rank, the transition is `Reset` and the update is the state
+        that leaves, for which the last of ``initials`` counts.
         """
 
     @abstractmethod

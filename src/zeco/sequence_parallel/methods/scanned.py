@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zeco.collectives.scan import BACKWARD, FORWARD, start_scan
@@ -37,7 +38,7 @@ class Scanned:
         """State pass, scan, intra-chunk work in its shadow, output pass."""
         scan = start_scan(
             transport,
-            segment.summarize(),
+            segment.summarize(initials),
             initial,
             algorithm=self.algorithm,
             num_blocks=self.num_blocks,
@@ -45,7 +46,10 @@ class Scanned:
         )
         if self.overlap:
             segment.prepare()
-        entering, _ = scan.wait()
+        if segment.pieces.continued:
+            entering, _ = scan.wait()
+        else:  # a document starts with the rank: what enters isn't used, nor waited for
+            entering = torch.zeros_like(initial)
         o, finals = segment.output(entering, initials)
         return o, finals, entering
 
@@ -71,8 +75,9 @@ class Scanned:
         )
         if self.overlap:
             segment.replay(entering, initials)
+        if segment.pieces.continues:
             arrived, _ = scan.wait()
-        else:
-            arrived, _ = scan.wait()
+            d_finals = add_to_last(d_finals, arrived)
+        if not self.overlap:
             segment.replay(entering, initials)
-        return segment.backward(d_o, add_to_last(d_finals, arrived))
+        return segment.backward(d_o, d_finals)

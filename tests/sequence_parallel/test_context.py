@@ -1,0 +1,171 @@
+"""The context: recomputation, agreement, traffic, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import zeco
+from zeco.testing import run_processes, run_ranks
+
+B, T, H, K, V = 1, 70, 2, 8, 6
+STATE_BYTES = B * H * K * V * 4
+
+
+def inputs(seed: int = 0, **overrides) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    found = {
+        "q": torch.randn(B, T, H, K, generator=g),
+        "k": torch.randn(B, T, H, K, generator=g),
+        "v": torch.randn(B, T, H, V, generator=g),
+        "g": -torch.rand(B, T, H, K, generator=g),
+    }
+    return {**found, **overrides}
+
+
+def two_layers(x: dict[str, torch.Tensor], sp: zeco.SequenceParallel) -> torch.Tensor:
+    o, _ = zeco.ops.gla(**x, sp=sp)
+    o, _ = zeco.ops.gla(x["q"], x["k"], o, x["g"], sp=sp)
+    return o
+
+
+WAYS = {
+    "none": lambda f, *a: f(*a),
+    "zeco": zeco.checkpoint,
+    "torch": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False),
+}
+
+
+def run_two_layers(group, way: str):
+    sp = zeco.SequenceParallel(group, algorithm="chain", num_blocks=2)
+    x = {name: t.requires_grad_() for name, t in inputs(sp.rank).items()}
+    o = WAYS[way](two_layers, x, sp)
+    o.pow(2).sum().backward()
+    return sp.ledger, {name: t.grad for name, t in x.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_state_a_layer_each_way_with_or_without_checkpointing(ranks, way):
+    for rank, (ledger, _) in enumerate(run_ranks(ranks, lambda g: run_two_layers(g, way))):
+        assert ledger.sent["forward"].bytes == (2 * STATE_BYTES if rank < ranks - 1 else 0)
+        assert ledger.sent["backward"].bytes == (2 * STATE_BYTES if rank > 0 else 0)
+        assert ledger.scans["forward"] == 2
+
+
+def test_checkpointing_changes_no_gradient():
+    plain = run_ranks(3, lambda g: run_two_layers(g, "none"))
+    for way in ("zeco", "torch"):
+        for (_, a), (_, b) in zip(
+            plain, run_ranks(3, lambda g, w=way: run_two_layers(g, w)), strict=True
+        ):
+            for name in a:
+                assert torch.equal(a[name], b[name]), name
+
+
+def test_a_backward_pass_repeated_through_a_checkpoint():
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group)
+        x = {name: t.requires_grad_() for name, t in inputs(sp.rank).items()}
+        loss = WAYS["torch"](two_layers, x, sp).pow(2).sum()
+        grads = [
+            torch.autograd.grad(loss, list(x.values()), retain_graph=True) for _ in range(2)
+        ]
+        return [torch.equal(a, b) for a, b in zip(*grads, strict=True)], sp.ledger.scans
+
+    for same, scans in run_ranks(2, rank_function):
+        assert all(same)
+        assert scans["forward"] == 2
+
+
+def test_waiting_is_measured():
+    ledgers = run_ranks(2, lambda g: run_two_layers(g, "none")[0])
+    assert all(ledger.wait_s > 0 for ledger in ledgers)
+
+
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        ({"q": torch.zeros(B, T, H)}, "q has 3 dims"),
+        ({"k": torch.zeros(B, T, H, K + 1)}, "k has K=9"),
+        ({"v": torch.zeros(B, T + 1, H, V)}, "v has T=71"),
+        ({"g": torch.full((B, T, H, K), 0.5)}, "g .*0.5"),
+        ({"v": torch.zeros(B, T, 3, V)}, "3 value heads"),
+        ({"backend": "cuda"}, "backend 'cuda' does not exist"),
+        ({"backend": "triton"}, "'triton'"),
+        ({"initial_state": torch.zeros(B, H, K, V + 1)}, "initial_state"),
+    ],
+)
+def test_bad_input_raises_the_same_on_every_rank(overrides, message):
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group)
+        with pytest.raises(zeco.ZecoError, match=message) as raised:
+            zeco.ops.gla(**inputs(**overrides), sp=sp)
+        zeco.ops.gla(**inputs(), sp=sp)  # and the group is as good as before
+        return str(raised.value)
+
+    assert len(set(run_ranks(3, rank_function, timeout_s=20))) == 1
+
+
+def one_rank_gets_positive_gates():
+    sp = zeco.SequenceParallel()
+    gates = torch.full((B, T, H, K), 0.5 if sp.rank == 1 else -0.5)
+    try:
+        zeco.ops.gla(**inputs(g=gates), sp=sp)
+    except zeco.ZecoError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.timeout(60)
+def test_bad_values_on_one_rank_reach_every_rank():
+    for message in run_processes(3, one_rank_gets_positive_gates, timeout_s=40):
+        assert "0.5" in message
+    for message in run_processes(3, one_rank_gets_positive_gates, timeout_s=40)[::2]:
+        assert "rank 1 raised" in message
+
+
+def test_nan_is_found_where_it_is_looked_for():
+    bad = inputs()["k"].clone()
+    bad[0, 5, 1, 3] = float("nan")
+    zeco.ops.gla(**inputs(k=bad), sp=zeco.SequenceParallel(check=False))
+    with pytest.raises(zeco.ZecoError, match="k .*NaN"):
+        zeco.ops.gla(**inputs(k=bad), sp=zeco.SequenceParallel(check=True))
+
+
+def test_ranks_that_disagree_raise_the_same_error():
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group, check=True)
+        dtype = torch.float64 if group.rank == 2 else torch.float32
+        with pytest.raises(zeco.ZecoError, match="ranks disagree") as raised:
+            zeco.ops.gla(**{n: x.to(dtype) for n, x in inputs().items()}, sp=sp)
+        return str(raised.value)
+
+    messages = set(run_ranks(3, rank_function, timeout_s=20))
+    assert len(messages) == 1
+    assert "torch.float64 on ranks [2]" in messages.pop()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"method": "zecoo"}, "did you mean 'zeco'"),
+        ({"algorithm": "ring"}, "algorithm 'ring' does not exist"),
+        ({"method": "lasp1", "num_blocks": 4}, "num_blocks=4"),
+        ({"method": "lasp1", "overlap": False}, "overlap=False"),
+        ({"layout": "striped"}, "layout 'striped' does not exist"),
+        ({"shard_sizes": (1, 2)}, "must be 1 numbers"),
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"group": 3}, "must be a ProcessGroup"),
+    ],
+)
+def test_options_that_cannot_be_used(options, message):
+    with pytest.raises(zeco.ZecoError, match=message):
+        zeco.SequenceParallel(**options)
+
+
+def test_wrong_tokens_for_the_shard_sizes():
+    sp = zeco.SequenceParallel(shard_sizes=(T + 1,))
+    with pytest.raises(zeco.ZecoError, match="shard_sizes gives rank 0"):
+        zeco.ops.gla(**inputs(), sp=sp)
