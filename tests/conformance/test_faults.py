@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import zeco.core.maps
-import zeco.core.transitions
 import zeco.sequence_parallel.methods.scanned as scanned
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal

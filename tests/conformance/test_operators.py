@@ -1,4 +1,4 @@
-"""Every operator under every method, on any number of ranks, equals its oracle: results and gradients."""
+"""Every operator under every method, on any number of ranks, equals its oracle."""
 
 from __future__ import annotations
 

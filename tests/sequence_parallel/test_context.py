@@ -130,7 +130,7 @@ def test_nan_is_found_where_it_is_looked_for():
     bad = inputs()["k"].clone()
     bad[0, 5, 1, 3] = float("nan")
     zeco.ops.gla(**inputs(k=bad), sp=zeco.SequenceParallel(check=False))
-    with pytest.raises(zeco.ZecoError, match="k .*NaN"):
+    with pytest.raises(zeco.ZecoError, match=r"k .*NaN"):
         zeco.ops.gla(**inputs(k=bad), sp=zeco.SequenceParallel(check=True))
 
 
