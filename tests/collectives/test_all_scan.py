@@ -188,10 +188,8 @@ def test_peers_are_group_ranks_and_outsiders_are_told():
 
 
 def failing_function():
-    if torch.distributed.get_rank() == 1:
-        update = torch.zeros(1, 1, 2)
-    else:
-        update = torch.zeros(1, 1, 2, 2)
+    shape = (1, 1, 2) if torch.distributed.get_rank() == 1 else (1, 1, 2, 2)
+    update = torch.zeros(shape)
     try:
         zeco.all_scan(update, num_blocks=1)
     except zeco.ZecoError as error:
@@ -226,3 +224,27 @@ def test_a_rank_that_raises_makes_the_others_raise_its_error():
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(zeco.ZecoError, match=message):
         zeco.all_scan(**{"update": torch.zeros(1, 2, 4, 4), **arguments})
+
+
+def test_recomputation_does_not_scan_again():
+    case = make_case("diagonal", 3)
+
+    def gradient(group, checkpointed):
+        update = case["update"][group.rank].clone().requires_grad_()
+        transition = Diagonal(case["parameter"][group.rank])
+
+        def region(update):
+            entering, leaving = zeco.all_scan(update.sin(), transition, group=group)
+            return (entering * leaving).cos()
+
+        loss = zeco.checkpoint(region, update) if checkpointed else region(update)
+        loss.sum().backward()
+        return update.grad, dict(group.ledger.scans)
+
+    for (a, scans), (b, _) in zip(
+        run_ranks(3, lambda g: gradient(g, True)),
+        run_ranks(3, lambda g: gradient(g, False)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+        assert scans == {"forward": 1, "backward": 1}

@@ -69,9 +69,7 @@ def test_a_backward_pass_repeated_through_a_checkpoint():
         sp = zeco.SequenceParallel(group)
         x = {name: t.requires_grad_() for name, t in inputs(sp.rank).items()}
         loss = WAYS["torch"](two_layers, x, sp).pow(2).sum()
-        grads = [
-            torch.autograd.grad(loss, list(x.values()), retain_graph=True) for _ in range(2)
-        ]
+        grads = [torch.autograd.grad(loss, list(x.values()), retain_graph=True) for _ in range(2)]
         return [torch.equal(a, b) for a, b in zip(*grads, strict=True)], sp.ledger.scans
 
     for same, scans in run_ranks(2, rank_function):

@@ -16,6 +16,7 @@ Source: ZeCO (arXiv:2507.01004), section 3; the transposed transitions and dense
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeco.collectives.groups import Group, transport_of
+from zeco.collectives.recompute import Slot, take_slot
 from zeco.collectives.scan import BACKWARD, ScanHandle, start_scan
 from zeco.collectives.transport import Transport
 from zeco.core.errors import ArgumentError
 from zeco.core.maps import AffineMap
 from zeco.core.shapes import check_floating, check_same_device, check_shapes
 from zeco.core.transitions import Identity, Transition
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A scan of an earlier run of a checkpointed region, whose results are on its tape."""
+
+    entering: Tensor
+    leaving: Tensor
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the results."""
+        return self.entering, self.leaving
 
 
 class _Call:
@@ -47,7 +61,8 @@ class _Call:
         self.transition = transition
         self.options: dict[str, Any] = {"algorithm": algorithm, "num_blocks": num_blocks}
         self.reverse = reverse
-        self.forward_scan: ScanHandle | None = None
+        self.slot: Slot | None = take_slot()
+        self.forward_scan: ScanHandle | _Kept | None = None
         self.backward_scan: ScanHandle | None = None
         self.d_leaving: Tensor | None = None
         self.entering: Tensor | None = None
@@ -65,14 +80,17 @@ class _StartFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, update: Tensor, initial: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        transition = call.transition.with_parameters(parameters)
-        call.forward_scan = start_scan(
-            call.transport,
-            AffineMap(update, transition),
-            initial if call.is_first else None,
-            reverse=call.reverse,
-            **call.options,
-        )
+        kept = None if call.slot is None else call.slot.read()
+        if kept is not None:
+            call.forward_scan = _Kept(kept[0], kept[1])
+        else:
+            call.forward_scan = start_scan(
+                call.transport,
+                AffineMap(update, call.transition.with_parameters(parameters)),
+                initial if call.is_first else None,
+                reverse=call.reverse,
+                **call.options,
+            )
         ctx.call = call
         ctx.save_for_backward(*parameters)
         # What ties the two halves together for autograd; it carries no data.
@@ -105,6 +123,8 @@ class _WaitFunction(torch.autograd.Function):
             raise ArgumentError("wait() was called twice on one handle; keep the first result")
         call.forward_scan = None
         entering, leaving = scan.wait()
+        if call.slot is not None:
+            call.slot.write(entering, leaving)
         ctx.call = call
         ctx.save_for_backward(entering, *parameters)
         return entering, leaving

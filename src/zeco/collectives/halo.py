@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeco.collectives.recompute import Slot, take_slot
 from zeco.collectives.transport import Message, Transport, wait_all
 from zeco.core.errors import ArgumentError
 
@@ -26,9 +27,17 @@ class _HaloFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, transport: Transport, reach: int, x: Tensor, initial: Tensor | None
+        ctx: Any,
+        transport: Transport,
+        reach: int,
+        slot: Slot | None,
+        x: Tensor,
+        initial: Tensor | None,
     ) -> Tensor:
         ctx.transport, ctx.reach, ctx.length = transport, reach, x.shape[1]
+        kept = None if slot is None else slot.read()
+        if kept is not None:
+            return kept[0].clone()
         shape = (x.shape[0], reach, *x.shape[2:])
         if transport.rank == 0:
             left = x.new_zeros(shape) if initial is None else initial.to(x.dtype)
@@ -39,6 +48,8 @@ class _HaloFunction(torch.autograd.Function):
             return x[:, -reach:] if x.shape[1] >= reach else torch.cat([left, x], 1)[:, -reach:]
 
         _pass_on(transport, left, tail, step=1, early=x.shape[1] >= reach)
+        if slot is not None:
+            slot.write(left)
         return left
 
     @staticmethod
@@ -47,7 +58,7 @@ class _HaloFunction(torch.autograd.Function):
         transport: Transport = ctx.transport
         reach: int = ctx.reach
         length: int = ctx.length
-        d_tail = torch.zeros_like(d_left)
+        d_tail = torch.zeros_like(d_left, memory_format=torch.contiguous_format)
 
         def d_entering() -> Tensor:
             """Add what came back for older tokens that were passed through."""
@@ -62,8 +73,8 @@ class _HaloFunction(torch.autograd.Function):
         d_x = d_left.new_zeros(d_left.shape[0], length, *d_left.shape[2:])
         if own:
             d_x[:, length - own :] = d_tail[:, reach - own :]
-        d_initial = d_out if transport.rank == 0 and ctx.needs_input_grad[3] else None
-        return None, None, d_x, d_initial
+        d_initial = d_out if transport.rank == 0 and ctx.needs_input_grad[4] else None
+        return None, None, None, d_x, d_initial
 
 
 def _pass_on(
@@ -101,7 +112,8 @@ def _pass_on(
 def halo(x: Tensor, reach: int, transport: Transport, *, initial: Tensor | None = None) -> Tensor:
     """Return the ``reach`` tokens before this rank's first one.
 
-    Differentiable in ``x`` and ``initial``. Every rank calls it with the same ``reach``.
+    Differentiable in ``x`` and ``initial``. Every rank calls it with the same ``reach``. When a
+    checkpointed region is recomputed, no message is sent again.
 
     Args:
         x: this rank's tokens [B, T, ...]; T may differ between ranks, and be 0.
@@ -125,4 +137,4 @@ def halo(x: Tensor, reach: int, transport: Transport, *, initial: Tensor | None 
     if reach == 0:
         return x[:, :0]
     transport.check_tensor(x)
-    return _HaloFunction.apply(transport, reach, x, initial)
+    return _HaloFunction.apply(transport, reach, take_slot(), x, initial)
