@@ -30,16 +30,19 @@ class _HaloFunction(torch.autograd.Function):
         ctx: Any,
         transport: Transport,
         reach: int,
+        reverse: bool,
         slot: Slot | None,
         x: Tensor,
         initial: Tensor | None,
     ) -> Tensor:
+        step, first = (-1, transport.size - 1) if reverse else (1, 0)
         ctx.transport, ctx.reach, ctx.length = transport, reach, x.shape[1]
+        ctx.step, ctx.is_first = step, transport.rank == first
         kept = None if slot is None else slot.read()
         if kept is not None:
             return kept[0].clone()
         shape = (x.shape[0], reach, *x.shape[2:])
-        if transport.rank == 0:
+        if ctx.is_first:
             left = x.new_zeros(shape) if initial is None else initial.to(x.dtype)
         else:
             left = x.new_empty(shape)
@@ -47,7 +50,7 @@ class _HaloFunction(torch.autograd.Function):
         def tail() -> Tensor:
             return x[:, -reach:] if x.shape[1] >= reach else torch.cat([left, x], 1)[:, -reach:]
 
-        _pass_on(transport, left, tail, step=1, early=x.shape[1] >= reach)
+        _pass_on(transport, left, tail, step=step, early=x.shape[1] >= reach)
         if slot is not None:
             slot.write(left)
         return left
@@ -68,13 +71,13 @@ class _HaloFunction(torch.autograd.Function):
                 d[:, reach - through :] += d_tail[:, :through]
             return d
 
-        d_out = _pass_on(transport, d_tail, d_entering, step=-1, early=length >= reach)
+        d_out = _pass_on(transport, d_tail, d_entering, step=-ctx.step, early=length >= reach)
         own = min(reach, length)
         d_x = d_left.new_zeros(d_left.shape[0], length, *d_left.shape[2:])
         if own:
             d_x[:, length - own :] = d_tail[:, reach - own :]
-        d_initial = d_out if transport.rank == 0 and ctx.needs_input_grad[4] else None
-        return None, None, None, d_x, d_initial
+        d_initial = d_out if ctx.is_first and ctx.needs_input_grad[5] else None
+        return None, None, None, None, d_x, d_initial
 
 
 def _pass_on(
@@ -109,7 +112,14 @@ def _pass_on(
     return sent
 
 
-def halo(x: Tensor, reach: int, transport: Transport, *, initial: Tensor | None = None) -> Tensor:
+def halo(
+    x: Tensor,
+    reach: int,
+    transport: Transport,
+    *,
+    initial: Tensor | None = None,
+    reverse: bool = False,
+) -> Tensor:
     """Return the ``reach`` tokens before this rank's first one.
 
     Differentiable in ``x`` and ``initial``. Every rank calls it with the same ``reach``. When a
@@ -119,7 +129,9 @@ def halo(x: Tensor, reach: int, transport: Transport, *, initial: Tensor | None 
         x: this rank's tokens [B, T, ...]; T may differ between ranks, and be 0.
         reach: tokens wanted, at least 0.
         transport: this rank's end of the group.
-        initial: what lies before the sequence [B, reach, ...], used on rank 0; None for zeros.
+        initial: what lies before the sequence [B, reach, ...], used on the rank at which the
+            direction of travel begins; None for zeros.
+        reverse: whether the sequence runs from the last rank to the first.
 
     Returns:
         [B, reach, ...]: older tokens first.
@@ -137,4 +149,4 @@ def halo(x: Tensor, reach: int, transport: Transport, *, initial: Tensor | None 
     if reach == 0:
         return x[:, :0]
     transport.check_tensor(x)
-    return _HaloFunction.apply(transport, reach, take_slot(), x, initial)
+    return _HaloFunction.apply(transport, reach, reverse, take_slot(), x, initial)

@@ -64,7 +64,9 @@ def start_scan(
     B, H, K, V = own.update.shape
     algebra = make_algebra(own.transition, (B, H, K, V), plan.num_blocks)
     # The algebra has the last word on the blocks: there can't be more than there are rows.
-    schedule = build_schedule(plan.algorithm, transport.size, algebra.num_blocks, reverse=reverse)
+    schedule = build_schedule(
+        plan.algorithm, transport.size, algebra.num_blocks, reverse=reverse, nodes=plan.nodes
+    )
     execution = Execution(
         schedule,
         transport,
@@ -101,5 +103,6 @@ def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: 
         own.update.element_size(),
         algorithm=algorithm,
         num_blocks=num_blocks,
+        nodes=transport.nodes,
         fabric=transport.fabric,
     )

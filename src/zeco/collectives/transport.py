@@ -78,6 +78,9 @@ class Transport(ABC):
     fabric: Fabric = LOOPBACK
     """What messages cost here, for the choice of scan."""
 
+    nodes: tuple[int, ...] | None = None
+    """Ranks of every node, in the order of the ranks, for scans of two levels; None: one node."""
+
     posts_receives_early = True
     """Whether receives may be posted long before their sends, in any order."""
 

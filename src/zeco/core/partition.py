@@ -28,11 +28,20 @@ def shard_bounds(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
-def check_shard_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Refuse shard sizes of another number of ranks, or negative ones."""
-    if len(sizes) != num_ranks or any(size < 0 for size in sizes):
+def zigzag_slots(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the two of 2P slots that a rank holds, so that causal softmax work is balanced.
+
+    >>> [zigzag_slots(rank, 3) for rank in range(3)]
+    [(0, 5), (1, 4), (2, 3)]
+    """
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def check_shard_sizes(sizes: Sequence[int], count: int, what: str = "rank") -> tuple[int, ...]:
+    """Refuse another number of shard sizes than ``count``, or negative ones."""
+    if len(sizes) != count or any(size < 0 for size in sizes):
         raise ArgumentError(
-            f"shard_sizes={tuple(sizes)}, but must be {num_ranks} numbers of tokens, one a rank, "
+            f"shard_sizes={tuple(sizes)}, but must be {count} numbers of tokens, one a {what}, "
             "none negative"
         )
     return tuple(int(size) for size in sizes)

@@ -7,7 +7,7 @@ when the segment's passes run around the communication. See `zeco.operators.segm
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,7 +18,14 @@ from torch.autograd.function import once_differentiable
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
-from zeco.operators.segment import Exchange, Gradients, Inputs, Operator, Segment
+from zeco.operators.segment import (
+    Exchange,
+    Gradients,
+    Inputs,
+    Operator,
+    Outcome,
+    Segment,
+)
 
 CallT = ParamSpec("CallT")
 ResultT = TypeVar("ResultT")
@@ -36,30 +43,33 @@ class SingleDevice:
         """Return True: the sequence starts here."""
         return True
 
-    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
+    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> tuple[Pieces, ...]:
         """Return the documents among the tokens, which are the whole sequence."""
         if cu_seqlens is None:
-            return whole(num_tokens)
-        return local_pieces(check_cu_seqlens(cu_seqlens, num_tokens, batch), 0, num_tokens)
+            return (whole(num_tokens),)
+        bounds = check_cu_seqlens(cu_seqlens, num_tokens, batch)
+        return (local_pieces(bounds, 0, num_tokens),)
 
     def forward(
-        self, segment: Segment, initial: Tensor, initials: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]
+    ) -> Outcome:
         """Run the pass from the initial state."""
-        o, finals = segment.output(initial, initials)
-        return o, finals, initial
+        (segment,) = segments
+        o, finals = segment.output(initial, initials[0])
+        return Outcome([o], [finals], [initial])
 
     def backward(
         self,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
         """Replay the pass and take its gradients."""
-        segment.replay(entering, initials)
-        return segment.backward(d_o, d_finals)
+        (segment,) = segments
+        segment.replay(entering[0], initials[0])
+        return [segment.backward(d_o[0], d_finals[0])]
 
 
 class SegmentFunction(torch.autograd.Function):
@@ -73,30 +83,65 @@ class SegmentFunction(torch.autograd.Function):
         ctx: Any,
         operator: Operator,
         exchange: Exchange,
-        pieces: Pieces,
+        slots: tuple[Pieces, ...],
         initial: Tensor,
         initials: Tensor | None,
         *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the exchange's forward."""
-        segment = operator.segment(inputs, pieces)
+        segments = _segments(operator, inputs, slots)
         with _reported(exchange), torch.autocast(initial.device.type, enabled=False):
-            o, finals, entering = exchange.forward(segment, initial, initials)
-        ctx.operator, ctx.exchange, ctx.pieces = operator, exchange, pieces
-        ctx.save_for_backward(entering, initials, *inputs)
-        return o, finals
+            found = exchange.forward(segments, initial, _split_initials(initials, slots))
+        ctx.operator, ctx.exchange, ctx.slots = operator, exchange, slots
+        ctx.save_for_backward(initials, *found.entering, *inputs)
+        return _joined(found.o, 1), _joined(found.finals, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_finals: Tensor) -> tuple[Any, ...]:
         """Run the exchange's backward."""
-        entering, initials, *inputs = ctx.saved_tensors
         exchange: Exchange = ctx.exchange
-        segment = ctx.operator.segment(tuple(inputs), ctx.pieces)
-        with _reported(exchange), torch.autocast(entering.device.type, enabled=False):
-            found = exchange.backward(segment, entering, initials, d_o, d_finals)
+        slots: tuple[Pieces, ...] = ctx.slots
+        initials, *rest = ctx.saved_tensors
+        entering, inputs = rest[: len(slots)], tuple(rest[len(slots) :])
+        with _reported(exchange), torch.autocast(d_o.device.type, enabled=False):
+            found = exchange.backward(
+                _segments(ctx.operator, inputs, slots),
+                entering,
+                _split_initials(initials, slots),
+                d_o.split([p.num_tokens for p in slots], 1),
+                d_finals.split([len(p.documents) for p in slots], 0),
+            )
+        d_inputs = [
+            None if parts[0] is None else _joined([p for p in parts if p is not None], 1)
+            for parts in zip(*(f.inputs for f in found), strict=True)
+        ]
+        d_fresh = [f.initials for f in found if f.initials is not None]
         wanted = ctx.needs_input_grad[3] and exchange.is_first()
-        return None, None, None, found.entering if wanted else None, found.initials, *found.inputs
+        d_initial = found[0].entering if wanted else None
+        return None, None, None, d_initial, _joined(d_fresh, 0) if d_fresh else None, *d_inputs
+
+
+def _segments(operator: Operator, inputs: Inputs, slots: tuple[Pieces, ...]) -> list[Segment]:
+    """Cut the inputs, tokens in dim 1, into the segments of the rank's slots."""
+    if len(slots) == 1:
+        return [operator.segment(inputs, slots[0])]
+    sizes = [pieces.num_tokens for pieces in slots]
+    parts = [[None] * len(slots) if x is None else x.split(sizes, 1) for x in inputs]
+    return [
+        operator.segment(tuple(part[slot] for part in parts), pieces)
+        for slot, pieces in enumerate(slots)
+    ]
+
+
+def _split_initials(initials: Tensor | None, slots: tuple[Pieces, ...]) -> Sequence[Tensor | None]:
+    if initials is None:
+        return [None] * len(slots)
+    return initials.split([len(pieces.fresh) for pieces in slots], 0)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 @contextmanager
@@ -142,32 +187,32 @@ def run_operator(
         sp: the exchange between ranks, or None for a sequence that lies whole on this device.
 
     Returns:
-        The outputs [B, T, H, V] in the dtype of the first input, and this rank's leaving state
-        [B, H, K, V]; with ``cu_seqlens`` [N, H, K, V], zero except in the rows of the documents
-        that end on this rank.
+        The outputs [B, T, H, V] in the dtype of the first input, and the state that leaves this
+        rank's (last) slot [B, H, K, V]; with ``cu_seqlens`` [N, H, K, V], zero except in the rows of
+        the documents that end on this rank.
     """
     exchange = SingleDevice() if sp is None else sp
     first = inputs[0]
     if first is None:
         raise ArgumentError(f"{operator.name}: {operator.input_names[0]} is required")
     shape = operator.state_shape(inputs)
-    pieces = exchange.locate(first.shape[1], cu_seqlens, shape[0])
+    slots = exchange.locate(first.shape[1], cu_seqlens, shape[0])
     dtype = state_dtype(*inputs)
-    initial, initials = _initial_states(operator, initial_state, pieces, shape, cu_seqlens, dtype)
+    initial, initials = _initial_states(operator, initial_state, slots, shape, cu_seqlens, dtype)
     if initial is None:
         initial = first.new_zeros(shape, dtype=dtype)
-    o, finals = SegmentFunction.apply(operator, exchange, pieces, initial, initials, *inputs)
+    o, finals = SegmentFunction.apply(operator, exchange, slots, initial, initials, *inputs)
     if not output_final_state:
         return o, None
     if cu_seqlens is None:
         return o, finals[-1]
-    return o, _scatter_finals(finals, pieces, cu_seqlens)
+    return o, _scatter_finals(finals, slots, cu_seqlens)
 
 
 def _initial_states(
     operator: Operator,
     initial_state: Tensor | None,
-    pieces: Pieces,
+    slots: tuple[Pieces, ...],
     shape: tuple[int, int, int, int],
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
@@ -186,13 +231,19 @@ def _initial_states(
     initial_state = initial_state.to(dtype)
     if cu_seqlens is None:
         return initial_state, None
-    documents = [pieces.documents[i] for i in pieces.fresh]
+    documents = [pieces.documents[i] for pieces in slots for i in pieces.fresh]
     return None, initial_state[documents].unsqueeze(1)
 
 
-def _scatter_finals(finals: Tensor, pieces: Pieces, cu_seqlens: Tensor) -> Tensor:
+def _scatter_finals(finals: Tensor, slots: tuple[Pieces, ...], cu_seqlens: Tensor) -> Tensor:
     """Put the states of documents that end on this rank into rows [N, H, K, V], zeros elsewhere."""
-    ended = [pieces.documents[i] for i in pieces.ended]
-    documents = torch.tensor(ended, dtype=torch.long, device=finals.device)
-    rows = finals.new_zeros(len(cu_seqlens) - 1, *finals.shape[2:])
-    return rows.index_copy(0, documents, finals[list(pieces.ended)].squeeze(1))
+    rows: list[int] = []
+    documents: list[int] = []
+    first = 0
+    for pieces in slots:
+        rows += [first + i for i in pieces.ended]
+        documents += [pieces.documents[i] for i in pieces.ended]
+        first += len(pieces.documents)
+    index = torch.tensor(documents, dtype=torch.long, device=finals.device)
+    ended = finals[rows].squeeze(1)
+    return finals.new_zeros(len(cu_seqlens) - 1, *finals.shape[2:]).index_copy(0, index, ended)

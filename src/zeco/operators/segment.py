@@ -26,6 +26,7 @@ final is the rank's leaving state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +84,7 @@ class Segment(ABC):
         A pure function of the inputs and of both arguments: `run` differentiates through it.
         """
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 (not every operator has such work)
         """Do the work that needs no entering state, and keep it for `output`."""
 
     def transition(self) -> Transition:
@@ -110,7 +111,7 @@ class Segment(ABC):
         if not outputs:
             return torch.zeros_like(entering)
         (gradient,) = torch.autograd.grad(outputs, entering, gradients, allow_unused=True)
-        return torch.zeros_like(entering) if gradient is None else gradient
+        return _zeros_for_none(gradient, entering)
 
     @abstractmethod
     def fresh(self, inputs: Inputs | None = None) -> Segment:
@@ -146,9 +147,11 @@ class Segment(ABC):
         inputs = tuple(None if x is None else next(found) for x in self._leaves)
         d_entering = next(found)
         d_initials = None if initials is None else next(found)
-        if d_entering is None:
-            d_entering = torch.zeros_like(entering)
-        return Gradients(inputs, d_entering, d_initials)
+        return Gradients(inputs, _zeros_for_none(d_entering, entering), d_initials)
+
+
+def _zeros_for_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
 
 
 def _differentiable(
@@ -180,8 +183,26 @@ class Operator(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a forward exchange returns, one entry for each of the rank's slots.
+
+    Attributes:
+        o: outputs [B, T, H, V].
+        finals: the state after every piece [n, B, H, K, V].
+        entering: the state that entered [B, H, K, V].
+    """
+
+    o: list[Tensor]
+    finals: list[Tensor]
+    entering: list[Tensor]
+
+
 class Exchange(Protocol):
-    """A sequence-parallel method, as seen by an operator call: how entering states are found."""
+    """A sequence-parallel method, as seen by an operator call: how entering states are found.
+
+    A rank holds one *slot* of consecutive tokens, or several (layout "zigzag"); each is a segment.
+    """
 
     check: bool
     """Whether values are looked at (NaN, gates above zero) and ranks compare their calls."""
@@ -191,32 +212,33 @@ class Exchange(Protocol):
         ...
 
     def is_first(self) -> bool:
-        """Whether ``initial`` is used here."""
+        """Whether the sequence starts on this rank, so that ``initial`` is used here."""
         ...
 
-    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
-        """Return the pieces of documents among this rank's tokens."""
+    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> tuple[Pieces, ...]:
+        """Return, for each slot, the pieces of documents among this rank's tokens."""
         ...
 
     def forward(
-        self, segment: Segment, initial: Tensor, initials: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (o, finals, entering).
+        self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]
+    ) -> Outcome:
+        """Find the entering states and run the segments.
 
         Args:
-            segment: this rank's call.
+            segments: this rank's call, slot by slot.
             initial: state [B, H, K, V] that enters the first rank; not used on the others.
-            initials: states of the pieces that start afresh; see the module's text.
+            initials: for each slot, the states of the pieces that start afresh.
         """
         ...
 
     def backward(
         self,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
-        """Return all gradients; ``entering`` is the gradient of ``initial`` on the first rank."""
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
+        """Return all gradients, slot by slot; ``entering`` of the first slot is that of ``initial``
+        on the first rank."""
         ...

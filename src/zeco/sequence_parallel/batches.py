@@ -63,7 +63,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
             f"it has {sorted(batch)}"
         )
     L = tokens.shape[1]
-    start, stop = sp.bounds(L)
+    spans = sp.spans(L)
     whole = dict(batch)
     for name in ("labels", "position_ids", "shift_labels"):
         given = whole.get(name)
@@ -86,7 +86,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
                 positions.device
             )
         whole["position_ids"] = positions.expand(tokens.shape[0], L)
-    return {name: _cut(name, value, L, start, stop) for name, value in whole.items()}
+    return {name: _cut(name, value, L, spans) for name, value in whole.items()}
 
 
 def _document_starts(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
@@ -100,14 +100,22 @@ def _document_starts(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     return cu_seqlens[:-1].long().cpu()
 
 
-def _cut(name: str, value: Any, length: int, start: int, stop: int) -> Any:
+Spans = tuple[tuple[int, int], ...]
+
+
+def _cut(name: str, value: Any, length: int, spans: Spans) -> Any:
     if name == "cu_seqlens" or not isinstance(value, Tensor):
         return value
     if name == "position_ids":  # also [3, B, L], as multimodal models have it
-        return value[..., start:stop].contiguous()
+        return _pick(value, -1, spans)
     if value.ndim < 2 or value.shape[1] != length:
         return value
-    return value[:, start:stop].contiguous()
+    return _pick(value, 1, spans)
+
+
+def _pick(x: Tensor, dim: int, spans: Spans) -> Tensor:
+    """Take spans of tokens along a dim, side by side."""
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
 
 
 class _UnshardFunction(torch.autograd.Function):
@@ -157,32 +165,38 @@ def unshard(x: Tensor, sp: SequenceParallel) -> Tensor:
     lengths = torch.tensor([x.shape[1]], device=x.device)
     found = transport.all_gather(lengths, transport.next_tags(), "unshard")
     sizes = tuple(int(n) for n in found)
-    return _UnshardFunction.apply(transport, sizes, x)
+    by_rank = _UnshardFunction.apply(transport, sizes, x)
+    if sp.layout == "contiguous":
+        return by_rank
+    spans = [span for rank in range(sp.size) for span in sp.spans(sum(sizes), rank)]
+    parts = by_rank.split([stop - start for start, stop in spans], 1)
+    order = sorted(range(len(spans)), key=lambda i: (spans[i], i))
+    return torch.cat([parts[i] for i in order], 1)
 
 
-class _FromLastFunction(torch.autograd.Function):
-    """Forward: every rank gets the last rank's tensor. Backward: the last gets the summed gradient."""
+class _FromRankFunction(torch.autograd.Function):
+    """Forward: every rank gets one rank's tensor. Backward: that rank gets the summed gradient."""
 
     @staticmethod
-    def forward(ctx: Any, transport: Transport, x: Tensor) -> Tensor:
-        ctx.transport = transport
-        last = transport.size - 1
+    def forward(ctx: Any, transport: Transport, source: int, x: Tensor) -> Tensor:
+        ctx.transport, ctx.source = transport, source
         tag = transport.next_tags()
-        if transport.rank == last:
+        if transport.rank == source:
             x = x.contiguous()
-            sends = [Message(x, peer, tag) for peer in range(last)]
+            others = [peer for peer in range(transport.size) if peer != source]
+            sends = [Message(x, peer, tag) for peer in others]
             wait_all(transport.exchange(sends, [], "final state"))
             return x.clone()
         found = torch.empty_like(x)
-        wait_all(transport.exchange([], [Message(found, last, tag)], "final state"))
+        wait_all(transport.exchange([], [Message(found, source, tag)], "final state"))
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_final: Tensor) -> tuple[Any, ...]:
         total = ctx.transport.all_reduce(d_final)
-        mine = ctx.transport.rank == ctx.transport.size - 1
-        return None, total if mine else torch.zeros_like(total)
+        mine = ctx.transport.rank == ctx.source
+        return None, None, total if mine else torch.zeros_like(total)
 
 
 class _SumFunction(torch.autograd.Function):
@@ -211,7 +225,8 @@ def gather_final_state(
         cu_seqlens: the global document boundaries that the operator was given.
 
     Returns:
-        The last rank's state, or every document's. Differentiable; gradients of all ranks are summed.
+        The state at the end of the sequence, or of every document. Differentiable; gradients of all
+        ranks are summed.
     """
     if sp.size == 1:
         return state
@@ -222,4 +237,6 @@ def gather_final_state(
                 f"{len(cu_seqlens) - 1} documents"
             )
         return _SumFunction.apply(sp.transport, state)
-    return _FromLastFunction.apply(sp.transport, state)
+    last_slot = sp.num_slots - 1
+    source = next(rank for rank in range(sp.size) if last_slot in sp.slots_of(rank))
+    return _FromRankFunction.apply(sp.transport, source, state)

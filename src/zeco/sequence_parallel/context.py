@@ -13,13 +13,18 @@ from zeco.collectives.ledger import Ledger
 from zeco.collectives.recompute import take_slot
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
-from zeco.core.partition import check_shard_sizes, default_shard_sizes, shard_bounds
+from zeco.core.partition import (
+    check_shard_sizes,
+    default_shard_sizes,
+    shard_bounds,
+    zigzag_slots,
+)
 from zeco.core.schedule import BUILDERS
-from zeco.operators.segment import Gradients, Segment
+from zeco.operators.segment import Gradients, Outcome, Segment
 from zeco.sequence_parallel.methods import Lasp1, Local, Method, Scanned
 
 METHODS = ("zeco", "lasp1", "lasp2", "local")
-LAYOUTS = ("contiguous",)
+LAYOUTS = ("contiguous", "zigzag")
 
 
 class SequenceParallel:
@@ -33,8 +38,10 @@ class SequenceParallel:
         algorithm: the scan of ``"zeco"``: ``"auto"``, ``"chain"``, ``"serial"`` or ``"gather"``.
         num_blocks: pipeline blocks of its scan; None lets the cost model choose.
         overlap: whether ranks go on computing while a scan of ``"zeco"`` or ``"lasp2"`` is in flight.
-        shard_sizes: tokens of every rank; None means L // P, one more on the first L % P ranks.
-        layout: ``"contiguous"``.
+        shard_sizes: tokens of every rank (of each of the 2P slots with layout "zigzag"); None means
+            L // P, one more on the first L % P ranks (slots).
+        layout: ``"contiguous"``, or ``"zigzag"``: of 2P slots rank r holds slots r and 2P - 1 - r, for
+            hybrids whose softmax layers need balance. The state then passes twice through each rank.
         check: whether every call compares shapes, dtypes and options between the ranks and looks
             for NaN; None means on in torch.distributed's debug mode (TORCH_DISTRIBUTED_DEBUG).
 
@@ -61,15 +68,18 @@ class SequenceParallel:
     ) -> None:
         self.transport = transport_of(group)
         if layout not in LAYOUTS:
-            raise UnsupportedError(unknown_name("layout", layout, LAYOUTS))
+            raise ArgumentError(unknown_name("layout", layout, LAYOUTS))
         if num_blocks is not None and num_blocks < 1:
             raise ArgumentError(f"num_blocks={num_blocks}, but must be at least 1, or None")
         self.method_name = method
         self.method = _make_method(method, algorithm, num_blocks, overlap)
         self.layout = layout
-        self.shard_sizes = (
-            None if shard_sizes is None else check_shard_sizes(shard_sizes, self.transport.size)
-        )
+        zigzag = layout == "zigzag"
+        self.num_slots = 2 * self.transport.size if zigzag else self.transport.size
+        self.shard_sizes = None
+        if shard_sizes is not None:
+            what = "slot" if zigzag else "rank"
+            self.shard_sizes = check_shard_sizes(shard_sizes, self.num_slots, what)
         self.check = _debugging() if check is None else check
 
     @property
@@ -98,9 +108,9 @@ class SequenceParallel:
         return self.transport.ledger.wait_s
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Return the tokens that each rank holds of a sequence of ``total``."""
+        """Return the tokens of each rank, or slot, of a sequence of ``total``."""
         if self.shard_sizes is None:
-            return default_shard_sizes(total, self.size)
+            return default_shard_sizes(total, self.num_slots)
         if sum(self.shard_sizes) != total:
             raise ArgumentError(
                 f"shard_sizes={self.shard_sizes} sum to {sum(self.shard_sizes)}, but the sequence "
@@ -108,9 +118,28 @@ class SequenceParallel:
             )
         return self.shard_sizes
 
+    def slots_of(self, rank: int) -> tuple[int, ...]:
+        """Return the slots that a rank holds, in the order of its tokens."""
+        return zigzag_slots(rank, self.size) if self.layout == "zigzag" else (rank,)
+
+    def spans(self, total: int, rank: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Return where a rank's slots lie in a sequence of ``total``: first token, one past the last.
+
+        Args:
+            total: tokens of the whole sequence.
+            rank: whose; None means this rank.
+        """
+        sizes = self.sizes(total)
+        slots = self.slots_of(self.rank if rank is None else rank)
+        return tuple(shard_bounds(sizes, slot) for slot in slots)
+
     def bounds(self, total: int) -> tuple[int, int]:
         """Return this rank's first token of a sequence of ``total``, and one past its last."""
-        return shard_bounds(self.sizes(total), self.rank)
+        if self.layout != "contiguous":
+            raise UnsupportedError(
+                f"layout {self.layout!r} gives a rank several spans of tokens; use spans()"
+            )
+        return self.spans(total)[0]
 
     # What follows is the exchange that operators see: `zeco.operators.segment.Exchange`.
 
@@ -122,8 +151,8 @@ class SequenceParallel:
         """Tell the other ranks that this one raised, so that none waits for it."""
         self.transport.report_failure(error)
 
-    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> Pieces:
-        """Return the pieces of documents among this rank's tokens.
+    def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> tuple[Pieces, ...]:
+        """Return, for each slot, the pieces of documents among this rank's tokens.
 
         Args:
             num_tokens: tokens on this rank.
@@ -133,50 +162,59 @@ class SequenceParallel:
         Raises:
             ArgumentError: boundaries that don't fit, or another number of tokens than this rank's.
         """
+        slots = self.slots_of(self.rank)
         if cu_seqlens is None:
-            if self.shard_sizes is not None and num_tokens != self.shard_sizes[self.rank]:
+            if self.shard_sizes is None:
+                return tuple(whole(n) for n in default_shard_sizes(num_tokens, len(slots)))
+            sizes = [self.shard_sizes[slot] for slot in slots]
+            if num_tokens != sum(sizes):
                 raise ArgumentError(
                     f"this rank has {num_tokens} tokens, but shard_sizes gives rank {self.rank} "
-                    f"{self.shard_sizes[self.rank]}; cut batches with zeco.shard_batch"
+                    f"{sum(sizes)}; cut batches with zeco.shard_batch"
                 )
-            return whole(num_tokens)
+            return tuple(whole(n) for n in sizes)
         total = int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
         bounds = check_cu_seqlens(cu_seqlens, total, batch)
-        start, stop = self.bounds(total)
-        if stop - start != num_tokens:
+        spans = self.spans(total)
+        held = sum(stop - start for start, stop in spans)
+        if held != num_tokens:
             raise ArgumentError(
-                f"cu_seqlens ends at {total}, of which rank {self.rank} of {self.size} holds "
-                f"{stop - start} tokens, but got {num_tokens}; give global boundaries, and "
-                "shard_sizes if the shards are uneven"
+                f"cu_seqlens ends at {total}, of which rank {self.rank} of {self.size} holds {held} "
+                f"tokens, but got {num_tokens}; give global boundaries, and shard_sizes if the "
+                "shards are uneven"
             )
-        return local_pieces(bounds, start, stop)
+        return tuple(local_pieces(bounds, start, stop) for start, stop in spans)
 
     def forward(
-        self, segment: Segment, initial: Tensor, initials: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (o, finals, entering); in recomputation without asking any other rank."""
+        self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]
+    ) -> Outcome:
+        """Find the entering states, in recomputation without asking any other rank."""
         slot = take_slot()
         kept = None if slot is None else slot.read()
         if kept is not None:
-            o, finals = segment.output(kept[0], initials)
-            return o, finals, kept[0]
+            found = Outcome([], [], list(kept))
+            for i, segment in enumerate(segments):
+                o, finals = segment.output(kept[i], initials[i])
+                found.o.append(o)
+                found.finals.append(finals)
+            return found
         if self.check:
-            self._check_call(segment, initial)
-        o, finals, entering = self.method.forward(self.transport, segment, initial, initials)
+            self._check_call(segments[0], initial)
+        found = self.method.forward(self.transport, segments, initial, initials)
         if slot is not None:
-            slot.write(entering)
-        return o, finals, entering
+            slot.write(*found.entering)
+        return found
 
     def backward(
         self,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
-        """Return all gradients."""
-        return self.method.backward(self.transport, segment, entering, initials, d_o, d_finals)
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
+        """Return all gradients, slot by slot."""
+        return self.method.backward(self.transport, segments, entering, initials, d_o, d_finals)
 
     def _check_call(self, segment: Segment, initial: Tensor) -> None:
         fields: dict[str, object] = {

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from zeco.collectives import halo as collective
 from zeco.collectives.single import SingleTransport
 from zeco.sequence_parallel.context import SequenceParallel
+from zeco.sequence_parallel.methods.method import is_turn, travels_down
 
 
-def halo(
-    x: Tensor, reach: int, sp: SequenceParallel | None = None, *, initial: Tensor | None = None
-) -> Tensor:
-    """Return the ``reach`` tokens [B, reach, ...] before this rank's first one.
+def halos(
+    x: Tensor,
+    sizes: Sequence[int],
+    reach: int,
+    sp: SequenceParallel | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> list[Tensor]:
+    """Return, for each of this rank's slots, the ``reach`` tokens before its first one.
 
-    As `zeco.collectives.halo.halo`, for the ranks of ``sp``; None is a single rank.
+    Differentiable in ``x`` and ``initial``. Every rank calls it with the same ``reach``.
+
+    Args:
+        x: this rank's tokens [B, T, ...], slot after slot.
+        sizes: tokens of each slot; there is one slot but in the layout "zigzag".
+        reach: tokens wanted, at least 0.
+        sp: the ranks that share the sequence, or None.
+        initial: what lies before the sequence [B, reach, ...], used where it starts; None for zeros.
+
+    Returns:
+        For each slot [B, reach, ...], older tokens first.
     """
     transport = SingleTransport() if sp is None else sp.transport
-    return collective.halo(x, reach, transport, initial=initial)
+    lefts: list[Tensor] = []
+    before = initial
+    for slot, part in enumerate(x.split(list(sizes), 1)):
+        start = before if slot == 0 or is_turn(transport, slot) else None
+        left = collective.halo(part, reach, transport, initial=start, reverse=travels_down(slot))
+        before = torch.cat([left, part], 1)[:, part.shape[1] :]
+        lefts.append(left)
+    return lefts

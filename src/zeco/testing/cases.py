@@ -32,6 +32,7 @@ class Setting:
         states: whether an initial state is given and the final state has a gradient.
         cu_seqlens: global boundaries of packed documents.
         weights: relative shard sizes, cycled over the ranks; None for the default split.
+        layout: of the tokens over the ranks.
     """
 
     name: str = "plain"
@@ -45,12 +46,13 @@ class Setting:
     states: bool = True
     cu_seqlens: tuple[int, ...] | None = None
     weights: tuple[int, ...] | None = None
+    layout: str = "contiguous"
 
-    def shard_sizes(self, num_ranks: int) -> tuple[int, ...] | None:
-        """Return the tokens of every rank, in proportion to ``weights``."""
+    def shard_sizes(self, num_slots: int) -> tuple[int, ...] | None:
+        """Return the tokens of every rank, or slot, in proportion to ``weights``."""
         if self.weights is None:
             return None
-        weights = [self.weights[r % len(self.weights)] for r in range(num_ranks)]
+        weights = [self.weights[r % len(self.weights)] for r in range(num_slots)]
         if not any(weights):
             weights[0] = 1
         sizes = [self.length * w // sum(weights) for w in weights]
@@ -70,6 +72,9 @@ SETTINGS = {
         Setting("strong decay", decay="strong"),
         Setting("no decay", decay="none"),
         Setting("packed", cu_seqlens=(0, 1, 40, 40, 75, 76, 150)),
+        Setting("zigzag", layout="zigzag"),
+        Setting("zigzag, packed", cu_seqlens=(0, 1, 40, 40, 75, 76, 150), layout="zigzag"),
+        Setting("zigzag, uneven", weights=(3, 0, 7, 1, 0), layout="zigzag", length=131),
         Setting("packed, uneven", cu_seqlens=(0, 5, 130, 131, 150), weights=(1, 4, 0, 2)),
     )
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from zeco.testing.cases import Case, Inputs, Setting
 from zeco.testing.ranks import run_ranks
 
 Results = dict[str, Tensor]
+Part = tuple[Tensor, Results]
+"""A rank's tokens, as places in the whole sequence, and what it computed for them."""
 
 
 class Problem:
@@ -48,9 +50,10 @@ class Problem:
 
     def solve(self, operator: Callable[..., Any], **options: Any) -> Results:
         """Run an operator on the whole sequence; return outputs, final state and gradients."""
-        leaves, initial = self._leaves(0, self.setting.length)
+        everything = torch.arange(self.setting.length)
+        leaves, initial = self._leaves(everything)
         o, final = self._call(operator, leaves, initial, **options)
-        return self._results(leaves, initial, o, final, slice(None), owns_final=True)
+        return self._results(leaves, initial, o, final, everything, owns_final=True)
 
     def one_rank(self) -> Results:
         """Run the operator unsharded."""
@@ -69,33 +72,39 @@ class Problem:
         """
         return self.join(run_ranks(num_ranks, lambda group: self.on_rank(group, **options)))
 
-    def on_rank(self, group: Group, **options: Any) -> Results:
-        """Run the operator on this rank's tokens; return its part of the results."""
-        size = SequenceParallel(group).size
-        sp = SequenceParallel(group, shard_sizes=self.setting.shard_sizes(size), **options)
-        start, stop = sp.bounds(self.setting.length)
-        leaves, initial = self._leaves(start, stop)
-        o, final = self._call(
-            self.case.operator, leaves, initial, output_final_state=True, sp=sp
+    def on_rank(self, group: Group, **options: Any) -> Part:
+        """Run the operator on this rank's tokens; return them and its part of the results."""
+        setting = self.setting
+        slots = SequenceParallel(group, layout=setting.layout).num_slots
+        sp = SequenceParallel(
+            group, shard_sizes=setting.shard_sizes(slots), layout=setting.layout, **options
         )
-        last = sp.rank == sp.size - 1 or self.cu_seqlens is not None
-        return self._results(leaves, initial, o, final, slice(start, stop), owns_final=last)
+        spans = sp.spans(setting.length)
+        tokens = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        leaves, initial = self._leaves(tokens)
+        o, final = self._call(self.case.operator, leaves, initial, output_final_state=True, sp=sp)
+        ends_here = sp.num_slots - 1 in sp.slots_of(sp.rank)
+        owns_final = ends_here or self.cu_seqlens is not None
+        return tokens, self._results(leaves, initial, o, final, tokens, owns_final=owns_final)
 
-    def join(self, parts: list[Results]) -> Results:
-        """Put the ranks' results together: parts of the sequence side by side, the rest summed."""
+    def join(self, parts: Sequence[Part]) -> Results:
+        """Put the ranks' results together: tokens in their places, the rest summed."""
+        order = torch.cat([tokens for tokens, _ in parts]).argsort()
         joined: Results = {}
-        for name in parts[0]:
-            values = [part[name] for part in parts]
+        for name in parts[0][1]:
+            values = [results[name] for _, results in parts]
             in_sequence = name == "o" or name.removeprefix("d_") in self._sequence_names()
-            joined[name] = torch.cat(values, 1) if in_sequence else torch.stack(values).sum(0)
+            joined[name] = (
+                torch.cat(values, 1)[:, order] if in_sequence else torch.stack(values).sum(0)
+            )
         return joined
 
     def _sequence_names(self) -> set[str]:
         return set(self.inputs) - set(self.case.whole)
 
-    def _leaves(self, start: int, stop: int) -> tuple[Inputs, Tensor | None]:
+    def _leaves(self, tokens: Tensor) -> tuple[Inputs, Tensor | None]:
         leaves = {
-            name: (x if name in self.case.whole else x[:, start:stop]).clone().requires_grad_()
+            name: (x if name in self.case.whole else x[:, tokens]).clone().requires_grad_()
             for name, x in self.inputs.items()
         }
         initial = None if self.initial is None else self.initial.clone().requires_grad_()
@@ -118,7 +127,7 @@ class Problem:
         initial: Tensor | None,
         o: Tensor,
         final: Tensor,
-        tokens: slice,
+        tokens: Tensor,
         *,
         owns_final: bool,
     ) -> Results:

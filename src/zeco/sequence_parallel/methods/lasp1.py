@@ -7,6 +7,7 @@ fixed scalar; here it is whatever the operator's transition is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ from zeco.collectives.scan import BACKWARD, FORWARD, start_scan
 from zeco.collectives.transport import Transport
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Identity
-from zeco.operators.segment import Gradients, Segment
-from zeco.sequence_parallel.methods.method import add_to_last
+from zeco.operators.segment import Gradients, Outcome, Segment
+from zeco.sequence_parallel.methods.method import add_to_last, is_turn, travels_down
 
 
 @dataclass(frozen=True)
@@ -27,51 +28,63 @@ class Lasp1:
     def forward(
         self,
         transport: Transport,
-        segment: Segment,
+        segments: Sequence[Segment],
         initial: Tensor,
-        initials: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        initials: Sequence[Tensor | None],
+    ) -> Outcome:
         """Wait for the entering state, run the pass, pass the leaving state on."""
-        results: list[tuple[Tensor, Tensor, Tensor]] = []
+        found = Outcome([], [], [])
+        placeholder = AffineMap(torch.zeros_like(initial), Identity())
+        for slot, segment in enumerate(segments):
 
-        def whole_pass(entering: Tensor) -> Tensor:
-            o, finals = segment.output(entering, initials)
-            results.append((o, finals, entering))
-            return finals[-1]
+            def whole_pass(
+                entering: Tensor, segment: Segment = segment, slot: int = slot
+            ) -> Tensor:
+                o, finals = segment.output(entering, initials[slot])
+                found.o.append(o)
+                found.finals.append(finals)
+                found.entering.append(entering)
+                return finals[-1]
 
-        start_scan(
-            transport,
-            AffineMap(torch.zeros_like(initial), Identity()),
-            initial,
-            algorithm="serial",
-            purpose=FORWARD,
-            local_pass=whole_pass,
-        ).wait()
-        return results[0]
+            start_scan(
+                transport,
+                placeholder,
+                found.finals[-1][-1] if is_turn(transport, slot) else initial,
+                reverse=travels_down(slot),
+                algorithm="serial",
+                purpose=FORWARD,
+                local_pass=whole_pass,
+            ).wait()
+        return found
 
     def backward(
         self,
         transport: Transport,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
         """Wait for the adjoint of the leaving state, run the gradient pass, pass it on."""
-        results: list[Gradients] = []
+        found: dict[int, Gradients] = {}
+        placeholder = AffineMap(torch.zeros_like(entering[0]), Identity())
+        for slot in reversed(range(len(segments))):
 
-        def whole_pass(arrived: Tensor) -> Tensor:
-            segment.replay(entering, initials)
-            results.append(segment.backward(d_o, add_to_last(d_finals, arrived)))
-            return results[0].entering
+            def whole_pass(arrived: Tensor, slot: int = slot) -> Tensor:
+                segment = segments[slot]
+                segment.replay(entering[slot], initials[slot])
+                found[slot] = segment.backward(d_o[slot], add_to_last(d_finals[slot], arrived))
+                return found[slot].entering
 
-        start_scan(
-            transport,
-            AffineMap(torch.zeros_like(entering), Identity()),
-            reverse=True,
-            algorithm="serial",
-            purpose=BACKWARD,
-            local_pass=whole_pass,
-        ).wait()
-        return results[0]
+            turns = is_turn(transport, slot + 1) and slot + 1 in found
+            start_scan(
+                transport,
+                placeholder,
+                found[slot + 1].entering if turns else None,
+                reverse=not travels_down(slot),
+                algorithm="serial",
+                purpose=BACKWARD,
+                local_pass=whole_pass,
+            ).wait()
+        return [found[slot] for slot in range(len(segments))]

@@ -1,14 +1,15 @@
-"""No exchange at all: every rank starts from the initial state, as if nothing came before it."""
+"""No exchange at all: every rank starts from zero, as if nothing came before it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeco.collectives.transport import Transport
-from zeco.operators.segment import Gradients, Segment
+from zeco.operators.segment import Gradients, Outcome, Segment
 
 
 @dataclass(frozen=True)
@@ -18,24 +19,33 @@ class Local:
     def forward(
         self,
         transport: Transport,
-        segment: Segment,
+        segments: Sequence[Segment],
         initial: Tensor,
-        initials: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the pass from the initial state on the first rank, from zeros elsewhere."""
-        entering = initial if transport.rank == 0 else torch.zeros_like(initial)
-        o, finals = segment.output(entering, initials)
-        return o, finals, entering
+        initials: Sequence[Tensor | None],
+    ) -> Outcome:
+        """Run each pass from zeros, but from the initial state where the sequence starts."""
+        found = Outcome([], [], [])
+        for slot, segment in enumerate(segments):
+            starts = transport.rank == 0 and slot == 0
+            entering = initial if starts else torch.zeros_like(initial)
+            o, finals = segment.output(entering, initials[slot])
+            found.o.append(o)
+            found.finals.append(finals)
+            found.entering.append(entering)
+        return found
 
     def backward(
         self,
         transport: Transport,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
-        """Run the gradient pass; nothing comes back from later ranks."""
-        segment.replay(entering, initials)
-        return segment.backward(d_o, d_finals)
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
+        """Run the gradient passes; nothing comes back from later tokens."""
+        found: list[Gradients] = []
+        for slot, segment in enumerate(segments):
+            segment.replay(entering[slot], initials[slot])
+            found.append(segment.backward(d_o[slot], d_finals[slot]))
+        return found

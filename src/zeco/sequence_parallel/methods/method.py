@@ -1,13 +1,24 @@
-"""What a sequence-parallel method is: when a segment's passes run around which scan."""
+"""What a sequence-parallel method is: when a rank's passes run around which scans.
+
+A rank's slots are visited by the state in a zigzag: up the ranks through everyone's slot 0, down
+through everyone's slot 1, and so on. Where the direction turns, the state passes from one slot of a rank
+to its next::
+
+    slot 0   rank 0 ──▶ rank 1 ──▶ rank 2 ┐
+    slot 1   rank 0 ◀── rank 1 ◀── rank 2 ┘
+
+With the contiguous layout there is one slot, and no turn.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from zeco.collectives.transport import Transport
-from zeco.operators.segment import Gradients, Segment
+from zeco.operators.segment import Gradients, Outcome, Segment
 
 
 class Method(Protocol):
@@ -16,24 +27,34 @@ class Method(Protocol):
     def forward(
         self,
         transport: Transport,
-        segment: Segment,
+        segments: Sequence[Segment],
         initial: Tensor,
-        initials: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (o, finals, entering)."""
+        initials: Sequence[Tensor | None],
+    ) -> Outcome:
+        """Find the entering states and run the segments."""
         ...
 
     def backward(
         self,
         transport: Transport,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
-        """Return all gradients."""
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
+        """Return all gradients, slot by slot."""
         ...
+
+
+def travels_down(slot: int) -> bool:
+    """Whether the state visits a slot from the last rank to the first."""
+    return slot % 2 == 1
+
+
+def is_turn(transport: Transport, slot: int) -> bool:
+    """Whether the state enters a slot on this rank from this rank's slot before."""
+    return slot > 0 and transport.rank == (transport.size - 1 if travels_down(slot) else 0)
 
 
 def add_to_last(d_finals: Tensor, arrived: Tensor) -> Tensor:

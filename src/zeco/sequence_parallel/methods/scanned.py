@@ -1,17 +1,18 @@
-"""ZeCO and LASP-2: a scan of the ranks' maps, in flight while the rank does work that doesn't wait."""
+"""ZeCO and LASP-2: a scan of the ranks' maps, in flight while the rank does what needn't wait."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeco.collectives.scan import BACKWARD, FORWARD, start_scan
+from zeco.collectives.scan import BACKWARD, FORWARD, ScanHandle, start_scan
 from zeco.collectives.transport import Transport
 from zeco.core.maps import AffineMap
-from zeco.operators.segment import Gradients, Segment
-from zeco.sequence_parallel.methods.method import add_to_last
+from zeco.operators.segment import Gradients, Outcome, Segment
+from zeco.sequence_parallel.methods.method import add_to_last, is_turn, travels_down
 
 
 @dataclass(frozen=True)
@@ -31,53 +32,88 @@ class Scanned:
     def forward(
         self,
         transport: Transport,
-        segment: Segment,
+        segments: Sequence[Segment],
         initial: Tensor,
-        initials: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        initials: Sequence[Tensor | None],
+    ) -> Outcome:
         """State pass, scan, intra-chunk work in its shadow, output pass."""
-        scan = start_scan(
-            transport,
-            segment.summarize(initials),
-            initial,
-            algorithm=self.algorithm,
-            num_blocks=self.num_blocks,
-            purpose=FORWARD,
-        )
+        scans: list[ScanHandle] = []
+        for slot, segment in enumerate(segments):
+            own = segment.summarize(initials[slot])
+            if is_turn(transport, slot):
+                _, initial = scans[-1].wait()
+            down = travels_down(slot)
+            scans.append(self._start(transport, own, initial, reverse=down, purpose=FORWARD))
         if self.overlap:
-            segment.prepare()
-        if segment.pieces.continued:
-            entering, _ = scan.wait()
-        else:  # a document starts with the rank: what enters isn't used, nor waited for
-            entering = torch.zeros_like(initial)
-        o, finals = segment.output(entering, initials)
-        return o, finals, entering
+            for segment in segments:
+                segment.prepare()
+        found = Outcome([], [], [])
+        for slot, segment in enumerate(segments):
+            if segment.pieces.continued:
+                entering, _ = scans[slot].wait()
+            else:  # a document starts with the slot: what enters isn't used, nor waited for
+                entering = torch.zeros_like(initial)
+            o, finals = segment.output(entering, initials[slot])
+            found.o.append(o)
+            found.finals.append(finals)
+            found.entering.append(entering)
+        return found
 
     def backward(
         self,
         transport: Transport,
-        segment: Segment,
-        entering: Tensor,
-        initials: Tensor | None,
-        d_o: Tensor,
-        d_finals: Tensor,
-    ) -> Gradients:
+        segments: Sequence[Segment],
+        entering: Sequence[Tensor],
+        initials: Sequence[Tensor | None],
+        d_o: Sequence[Tensor],
+        d_finals: Sequence[Tensor],
+    ) -> list[Gradients]:
         """Adjoint state pass, reverse scan, recomputation in its shadow, gradient pass."""
-        d_entering = segment.adjoint(d_o, d_finals)
-        own = AffineMap(d_entering, segment.transition()).adjoint(d_entering, d_finals[-1])
-        scan = start_scan(
+        slots = range(len(segments))
+        scans: dict[int, ScanHandle] = {}
+        for slot in reversed(slots):
+            segment = segments[slot]
+            d_entering = segment.adjoint(d_o[slot], d_finals[slot])
+            own = AffineMap(d_entering, segment.transition())
+            arriving = None
+            if is_turn(transport, slot + 1) and slot + 1 in scans:
+                _, arriving = scans[slot + 1].wait()
+            scans[slot] = self._start(
+                transport,
+                own.adjoint(d_entering, d_finals[slot][-1]),
+                arriving,
+                reverse=not travels_down(slot),
+                purpose=BACKWARD,
+            )
+        if self.overlap:
+            for slot in slots:
+                segments[slot].replay(entering[slot], initials[slot])
+        found: dict[int, Gradients] = {}
+        for slot in reversed(slots):
+            segment, d_leaving = segments[slot], d_finals[slot]
+            if segment.pieces.continues:
+                arrived, _ = scans[slot].wait()
+                d_leaving = add_to_last(d_leaving, arrived)
+            if not self.overlap:
+                segment.replay(entering[slot], initials[slot])
+            found[slot] = segment.backward(d_o[slot], d_leaving)
+        return [found[slot] for slot in slots]
+
+    def _start(
+        self,
+        transport: Transport,
+        own: AffineMap,
+        initial: Tensor | None,
+        *,
+        reverse: bool,
+        purpose: str,
+    ) -> ScanHandle:
+        return start_scan(
             transport,
             own,
-            reverse=True,
+            initial,
+            reverse=reverse,
             algorithm=self.algorithm,
             num_blocks=self.num_blocks,
-            purpose=BACKWARD,
+            purpose=purpose,
         )
-        if self.overlap:
-            segment.replay(entering, initials)
-        if segment.pieces.continues:
-            arrived, _ = scan.wait()
-            d_finals = add_to_last(d_finals, arrived)
-        if not self.overlap:
-            segment.replay(entering, initials)
-        return segment.backward(d_o, d_finals)
