@@ -10,7 +10,7 @@ import torch
 from zeco.testing.cases import CASES, SETTINGS
 from zeco.testing.conformance import Problem, relative_errors
 
-METHODS = ("zeco", "lasp1", "lasp2")
+METHODS = ("zeco", "lasp1", "lasp2", "ulysses")
 RANKS = (1, 2, 3, 4, 8)
 BOUND = 1e-10
 
@@ -20,6 +20,7 @@ MATRIX = [
     for setting in SETTINGS
     for method in METHODS
     for ranks in RANKS
+    if method != "ulysses" or SETTINGS[setting].heads % ranks == 0
 ]
 SAMPLE = random.Random(2).sample(MATRIX, 150)
 

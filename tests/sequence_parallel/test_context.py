@@ -167,3 +167,26 @@ def test_wrong_tokens_for_the_shard_sizes():
     sp = zeco.SequenceParallel(shard_sizes=(T + 1,))
     with pytest.raises(zeco.ZecoError, match="shard_sizes gives rank 0"):
         zeco.ops.gla(**inputs(), sp=sp)
+
+
+def test_ulysses_names_the_methods_that_need_no_divisible_heads():
+    def rank_function(group):
+        with pytest.raises(zeco.ZecoError, match="2 heads on 3 ranks; 'zeco', 'lasp1'"):
+            zeco.ops.gla(**inputs(), sp=zeco.SequenceParallel(group, method="ulysses"))
+
+    run_ranks(3, rank_function, timeout_s=20)
+
+
+def test_zigzag_batches_are_put_together_again():
+    tokens = torch.arange(23)[None]
+
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group, layout="zigzag")
+        part = zeco.shard_batch({"input_ids": tokens}, sp)
+        return part, zeco.unshard(part["input_ids"], sp)
+
+    found = run_ranks(3, rank_function)
+    for part, whole in found:
+        assert torch.equal(whole, tokens)
+        assert torch.equal(part["position_ids"], part["input_ids"])
+    assert found[0][0]["input_ids"].tolist() == [[0, 1, 2, 3, 20, 21, 22]]

@@ -21,6 +21,7 @@ from zeco.core.shapes import state_dtype
 from zeco.operators.segment import (
     Exchange,
     Gradients,
+    HeadExchange,
     Inputs,
     Operator,
     Outcome,
@@ -49,6 +50,11 @@ class SingleDevice:
             return (whole(num_tokens),)
         bounds = check_cu_seqlens(cu_seqlens, num_tokens, batch)
         return (local_pieces(bounds, 0, num_tokens),)
+
+    def swap_heads(
+        self, num_tokens: int, cu_seqlens: Tensor | None, num_heads: int, device: torch.device
+    ) -> None:
+        """Return None: all heads of all tokens are here."""
 
     def forward(
         self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]
@@ -198,9 +204,22 @@ def run_operator(
     shape = operator.state_shape(inputs)
     slots = exchange.locate(first.shape[1], cu_seqlens, shape[0])
     dtype = state_dtype(*inputs)
-    initial, initials = _initial_states(operator, initial_state, slots, shape, cu_seqlens, dtype)
-    if initial is None:
+    if initial_state is None:
+        documents = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        states = first.new_zeros((documents, *shape[1:]), dtype=dtype)
+    else:
+        states = _checked_states(operator, initial_state, shape, cu_seqlens).to(dtype)
+    heads = exchange.swap_heads(first.shape[1], cu_seqlens, shape[1], first.device)
+    if heads is not None:
+        with _reported(exchange):
+            return _run_by_heads(
+                operator, inputs, states, output_final_state, cu_seqlens, exchange, slots, heads
+            )
+    initial, initials = states, None
+    if cu_seqlens is not None:
         initial = first.new_zeros(shape, dtype=dtype)
+        fresh = [pieces.documents[i] for pieces in slots for i in pieces.fresh]
+        initials = None if initial_state is None else states[fresh].unsqueeze(1)
     o, finals = SegmentFunction.apply(operator, exchange, slots, initial, initials, *inputs)
     if not output_final_state:
         return o, None
@@ -209,17 +228,13 @@ def run_operator(
     return o, _scatter_finals(finals, slots, cu_seqlens)
 
 
-def _initial_states(
+def _checked_states(
     operator: Operator,
-    initial_state: Tensor | None,
-    slots: tuple[Pieces, ...],
+    initial_state: Tensor,
     shape: tuple[int, int, int, int],
     cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Split the user's initial states into the first rank's and those of fresh pieces."""
-    if initial_state is None:
-        return None, None
+) -> Tensor:
+    """Refuse initial states of another shape than one for each sequence or document."""
     count = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     expected = (count, *shape[1:])
     if tuple(initial_state.shape) != expected:
@@ -228,11 +243,49 @@ def _initial_states(
             f"{list(expected)}: one state [H, K, V] for each "
             + ("sequence of the batch" if cu_seqlens is None else "document of cu_seqlens")
         )
-    initial_state = initial_state.to(dtype)
+    return initial_state
+
+
+def _run_by_heads(
+    operator: Operator,
+    inputs: Inputs,
+    states: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    exchange: Exchange,
+    slots: tuple[Pieces, ...],
+    heads: HeadExchange,
+) -> tuple[Tensor, Tensor | None]:
+    """Run an operator on this rank's share of the heads of the whole sequence."""
     if cu_seqlens is None:
-        return initial_state, None
-    documents = [pieces.documents[i] for pieces in slots for i in pieces.fresh]
-    return None, initial_state[documents].unsqueeze(1)
+        mine = states if exchange.is_first() else torch.zeros_like(states)
+    else:
+        mine = _keep_rows(states, [p.documents[i] for p in slots for i in p.fresh])
+    given = [x for x in inputs if x is not None]
+    wholes, mine = heads.to_heads(given, mine)
+    found = iter(wholes)
+    o, final = run_operator(
+        operator,
+        tuple(None if x is None else next(found) for x in inputs),
+        initial_state=mine,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        sp=None,
+    )
+    if final is None:
+        raise RuntimeError("an operator gave no final state although it was asked for it")
+    o, final = heads.to_tokens(o, final)
+    if not output_final_state:
+        return o, None
+    if cu_seqlens is not None:
+        final = _keep_rows(final, [p.documents[i] for p in slots for i in p.ended])
+    return o, final
+
+
+def _keep_rows(states: Tensor, rows: list[int]) -> Tensor:
+    """Set the rows that aren't listed to zero."""
+    index = torch.tensor(rows, dtype=torch.long, device=states.device)
+    return torch.zeros_like(states).index_copy(0, index, states[index])
 
 
 def _scatter_finals(finals: Tensor, slots: tuple[Pieces, ...], cu_seqlens: Tensor) -> Tensor:

@@ -198,6 +198,21 @@ class Outcome:
     entering: list[Tensor]
 
 
+class HeadExchange(Protocol):
+    """How a rank swaps its tokens of all heads for its share of the heads of all tokens."""
+
+    def to_heads(self, inputs: Sequence[Tensor], states: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Turn inputs [B, T, H, ...] into [B, L, H/P, ...].
+
+        States [N, H, ...] are summed over the ranks and become [N, H/P, ...].
+        """
+        ...
+
+    def to_tokens(self, o: Tensor, finals: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn [B, L, H/P, ...] into [B, T, H, ...], and states [N, H/P, ...] into [N, H, ...]."""
+        ...
+
+
 class Exchange(Protocol):
     """A sequence-parallel method, as seen by an operator call: how entering states are found.
 
@@ -217,6 +232,12 @@ class Exchange(Protocol):
 
     def locate(self, num_tokens: int, cu_seqlens: Tensor | None, batch: int) -> tuple[Pieces, ...]:
         """Return, for each slot, the pieces of documents among this rank's tokens."""
+        ...
+
+    def swap_heads(
+        self, num_tokens: int, cu_seqlens: Tensor | None, num_heads: int, device: torch.device
+    ) -> HeadExchange | None:
+        """Return how tokens are swapped for heads, for a method that does this instead of a scan."""
         ...
 
     def forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,8 +23,9 @@ from zeco.core.partition import (
 from zeco.core.schedule import BUILDERS
 from zeco.operators.segment import Gradients, Outcome, Segment
 from zeco.sequence_parallel.methods import Lasp1, Local, Method, Scanned
+from zeco.sequence_parallel.methods.ulysses import Ulysses, ask_spans, check_heads
 
-METHODS = ("zeco", "lasp1", "lasp2", "local")
+METHODS = ("zeco", "lasp1", "lasp2", "ulysses", "local")
 LAYOUTS = ("contiguous", "zigzag")
 
 
@@ -33,8 +35,9 @@ class SequenceParallel:
     Args:
         group: a 1-D device mesh, a process group, or None for the default group (a single rank
             where torch.distributed isn't initialised).
-        method: ``"zeco"``; the baselines ``"lasp1"`` (serial) and ``"lasp2"`` (all-gather); or
-            ``"local"``, a control that exchanges nothing and so computes something else.
+        method: ``"zeco"``; the baselines ``"lasp1"`` (serial), ``"lasp2"`` (all-gather) and
+            ``"ulysses"`` (tokens for heads, which must divide by the ranks); or ``"local"``, a control
+            that exchanges nothing and so computes something else.
         algorithm: the scan of ``"zeco"``: ``"auto"``, ``"chain"``, ``"serial"`` or ``"gather"``.
         num_blocks: pipeline blocks of its scan; None lets the cost model choose.
         overlap: whether ranks go on computing while a scan of ``"zeco"`` or ``"lasp2"`` is in flight.
@@ -185,6 +188,15 @@ class SequenceParallel:
             )
         return tuple(local_pieces(bounds, start, stop) for start, stop in spans)
 
+    def swap_heads(
+        self, num_tokens: int, cu_seqlens: Tensor | None, num_heads: int, device: torch.device
+    ) -> Ulysses | None:
+        """Return how tokens are swapped for heads if the method is ``"ulysses"``, else None."""
+        if self.method_name != "ulysses":
+            return None
+        check_heads(self.transport, num_heads)
+        return Ulysses(self.transport, ask_spans(num_tokens, self.transport, device, self.spans))
+
     def forward(
         self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]
     ) -> Outcome:
@@ -245,7 +257,7 @@ def _make_method(method: str, algorithm: str, num_blocks: int | None, overlap: b
         raise ArgumentError(
             f"overlap=False goes with methods 'zeco' and 'lasp2'; {method!r} overlaps nothing"
         )
-    return Lasp1() if method == "lasp1" else Local()
+    return Lasp1() if method == "lasp1" else Local()  # "ulysses" runs each head locally
 
 
 def _debugging() -> bool:

@@ -5,6 +5,7 @@
 | `zeco` | All-Scan, by default the pipelined chain | intra-chunk work, recomputation |
 | `lasp1` | one block; the whole local pass runs between receive and send | nothing |
 | `lasp2` | all-gather of the maps | intra-chunk work (nothing with ``overlap=False``) |
+| `ulysses` | none: tokens are swapped for heads and back | - |
 | `local` | none: every rank starts from zero; a control that must fail | - |
 """
 
