@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeco import ops
-from zeco.operators import oracle
+from zeco.operators import delta_oracle, oracle
 
 Inputs = dict[str, Tensor]
 
@@ -155,6 +155,58 @@ def _positive(s: Setting, g: torch.Generator) -> Inputs:
     return {**inputs, "q": inputs["q"].abs() + 0.1, "k": inputs["k"].abs() + 0.1}
 
 
+def _delta(s: Setting, g: torch.Generator) -> Inputs:
+    """Unit keys and betas up to 2, where the delta rule reflects."""
+    inputs = _qkv(s, g)
+    betas = 2 * torch.rand(s.batch, s.length, s.heads, generator=g, dtype=torch.float64)
+    return {**inputs, "k": F.normalize(inputs["k"], dim=-1), "beta": betas}
+
+
+def _gated_delta(s: Setting, g: torch.Generator) -> Inputs:
+    return {**_delta(s, g), "g": _log_decay(s, g, s.heads)}
+
+
+def _kda(s: Setting, g: torch.Generator) -> Inputs:
+    return {**_delta(s, g), "g": _log_decay(s, g, s.heads, s.key_dim)}
+
+
+def _ssd(s: Setting, g: torch.Generator) -> Inputs:
+    rates = torch.rand(s.heads, generator=g, dtype=torch.float64) + 0.1
+    factor = {"mild": 1.0, "strong": 40.0, "none": 0.0}[s.decay]
+    return {
+        "x": _normal(s, g, s.heads, s.value_dim),
+        "dt": F.softplus(_normal(s, g, s.heads)),
+        "A": -factor * rates,
+        "B": _normal(s, g, s.key_heads, s.key_dim),
+        "C": _normal(s, g, s.key_heads, s.key_dim),
+        "D": torch.randn(s.heads, generator=g, dtype=torch.float64),
+    }
+
+
+def _rwkv6(s: Setting, g: torch.Generator) -> Inputs:
+    return {
+        "r": _normal(s, g, s.heads, s.key_dim),
+        "k": _normal(s, g, s.heads, s.key_dim),
+        "v": _normal(s, g, s.heads, s.value_dim),
+        "w": _log_decay(s, g, s.heads, s.key_dim),
+        "u": torch.randn(s.heads, s.key_dim, generator=g, dtype=torch.float64),
+    }
+
+
+def _rwkv7(s: Setting, g: torch.Generator) -> Inputs:
+    """Removal along a unit direction and writing back in part, as the layer makes them."""
+    direction = F.normalize(_normal(s, g, s.heads, s.key_dim), dim=-1)
+    rate = torch.sigmoid(_normal(s, g, s.heads, s.key_dim))
+    return {
+        "r": _normal(s, g, s.heads, s.key_dim),
+        "w": _log_decay(s, g, s.heads, s.key_dim),
+        "k": _normal(s, g, s.heads, s.key_dim),
+        "v": _normal(s, g, s.heads, s.value_dim),
+        "a": -direction,
+        "b": direction * rate,
+    }
+
+
 CASES = {
     case.name: case
     for case in (
@@ -182,5 +234,11 @@ CASES = {
             lambda q, v, g, **kw: oracle.hgrn2(q, None, v, g, **kw),
             _hgrn2,
         ),
+        Case("ssd", ops.ssd, oracle.ssd, _ssd, whole=("A", "D")),
+        Case("rwkv6", ops.rwkv6, oracle.rwkv6, _rwkv6, whole=("u",)),
+        Case("delta_rule", ops.delta_rule, delta_oracle.delta_rule, _delta),
+        Case("gated_delta_rule", ops.gated_delta_rule, delta_oracle.gated_delta_rule, _gated_delta),
+        Case("kda", ops.kda, delta_oracle.kda, _kda),
+        Case("rwkv7", ops.rwkv7, delta_oracle.rwkv7, _rwkv7),
     )
 }

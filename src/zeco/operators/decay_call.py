@@ -1,0 +1,121 @@
+"""The way from a public operator of the decay family to its segments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco.core.errors import ArgumentError
+from zeco.core.shapes import state_dtype
+from zeco.operators.arguments import check_heads, check_inputs, check_log_decay, repeat_heads
+from zeco.operators.backends import choose_backend
+from zeco.operators.decay import DecayOperator, Kind
+from zeco.operators.function import run_operator
+from zeco.operators.segment import Exchange
+
+OFFERED = ("torch",)
+
+
+def run_decay(
+    name: str,
+    kind: Kind,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    sp: Exchange | None,
+    backend: str,
+    strict: bool = False,
+    names: tuple[str, str, str, str] = ("q", "k", "v", "g"),
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, give every input the value heads' count, and run the operator.
+
+    Args:
+        name: the public operator.
+        kind: the kind of decay, which fixes the layout of g.
+        q: [B, T, Hk, K].
+        k: [B, T, Hk, K].
+        v: [B, T, H, V].
+        g: [B, T, H or Hk] or [B, T, H or Hk, K]; None for kind "identity".
+        scale: factor of the queries, or None for K**-0.5.
+        initial_state: see the public operators.
+        output_final_state: see the public operators.
+        cu_seqlens: see the public operators.
+        sp: see the public operators.
+        backend: see the public operators.
+        strict: whether queries read the state before their own token.
+        names: what the public operator calls q, k, v and g.
+    """
+    layout = "B T G K" if kind == "diagonal" else "B T G"
+    sizes = check_inputs(
+        name,
+        {
+            names[0]: (q, "B T Hk K"),
+            names[1]: (k, "B T Hk K"),
+            names[2]: (v, "B T H V"),
+            names[3]: (g, layout),
+        },
+        initial_state=initial_state,
+        sp=sp,
+    )
+    H = sizes["H"]
+    check_heads(name, H, **{names[0]: sizes["Hk"]})
+    if g is not None:
+        if g.shape[2] not in (H, sizes["Hk"]):
+            raise ArgumentError(
+                f"{name}: {names[3]} has {g.shape[2]} heads, but must have the {H} of "
+                f"{names[2]}" + ("" if sizes["Hk"] == H else f" or the {sizes['Hk']} of {names[0]}")
+            )
+        check_log_decay(name, names[3], g, sp)
+        g = repeat_heads(g, H)
+    operator = DecayOperator(
+        name,
+        kind,
+        sizes["K"] ** -0.5 if scale is None else float(scale),
+        backend=choose_backend(name, backend, q.device, OFFERED),
+        strict=strict,
+    )
+    return run_operator(
+        operator,
+        (repeat_heads(q, H), repeat_heads(k, H), v, g),
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        sp=sp,
+    )
+
+
+def expand_log_decay(
+    name: str, log_decay: Tensor, q: Tensor, v: Tensor, sp: Exchange | None
+) -> Tensor:
+    """Return a decay that is fixed for each head, log_decay [H or Hk], as gates [B, T, H or Hk]."""
+    if q.ndim != 4 or v.ndim != 4:
+        # The operator's own check says what is wrong with them.
+        return q.new_zeros(q.shape[:3])
+    counts = sorted({q.shape[2], v.shape[2]})
+    if log_decay.ndim != 1 or len(log_decay) not in counts:
+        raise ArgumentError(
+            f"{name}: log_decay has shape {list(log_decay.shape)}, but must be "
+            f"[{' or '.join(str(c) for c in counts)}], one a head"
+        )
+    check_inputs(
+        name, {"log_decay": (log_decay, "H"), "q": (q, "B T G K")}, initial_state=None, sp=sp
+    )
+    check_log_decay(name, "log_decay", log_decay, sp)
+    dtype = state_dtype(log_decay, q, v)
+    return log_decay.to(dtype).expand(*q.shape[:2], -1)
+
+
+def retnet_log_decay(num_heads: int, *, device: torch.device | None = None) -> Tensor:
+    """Return RetNet's published decays, log(1 - 2^(-5-h)) for head h, fp64 [H].
+
+    >>> retnet_log_decay(2).exp()
+    tensor([0.9688, 0.9844], dtype=torch.float64)
+    """
+    heads = torch.arange(num_heads, dtype=torch.float64, device=device)
+    return torch.log1p(-torch.exp2(-5 - heads))

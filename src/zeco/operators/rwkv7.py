@@ -1,0 +1,182 @@
+"""RWKV-7: one decay a key channel plus a matrix of rank one, the general form of the family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from zeco.core.documents import Pieces
+from zeco.operators.arguments import (
+    check_heads,
+    check_inputs,
+    check_log_decay,
+    documented,
+    repeat_heads,
+)
+from zeco.operators.backends import choose_backend
+from zeco.operators.decay_gates import ChunkGates, causal_scores, chunk_gates
+from zeco.operators.delta import DeltaFamilySegment, scaled
+from zeco.operators.delta_call import OFFERED
+from zeco.operators.delta_core import Exact
+from zeco.operators.function import operator_call, run_operator
+from zeco.operators.segment import Exchange, Inputs
+
+
+@dataclass(frozen=True)
+class RWKV7Operator:
+    """RWKV-7 with its options fixed; inputs are r, w, k, v, a, b.
+
+    Attributes:
+        scale: factor of the receptances.
+        backend: which implementation runs.
+        chunk: tokens a chunk, a power of two.
+        name: the public name, for messages.
+    """
+
+    scale: float
+    backend: str = "torch"
+    chunk: int = 64
+    name: str = "rwkv7"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the tensors."""
+        return ("r", "w", "k", "v", "a", "b")
+
+    def state_shape(self, inputs: Inputs) -> tuple[int, int, int, int]:
+        """Return [B, H, K, V] of the states."""
+        k, v = cast("tuple[Tensor, Tensor]", inputs[2:4])
+        return k.shape[0], k.shape[2], k.shape[3], v.shape[3]
+
+    def segment(self, inputs: Inputs, pieces: Pieces) -> RWKV7Segment:
+        """Return the call of this operator on a rank's tokens."""
+        return RWKV7Segment(self, inputs, pieces)
+
+
+class RWKV7Segment(DeltaFamilySegment):
+    """One call of RWKV-7: u_tᵀ = a_tᵀ S_{t-1} goes along b_t, v_t along k_t."""
+
+    @cached_property
+    def _w(self) -> Tensor:
+        return self.chunks(1)
+
+    @cached_property
+    def gates(self) -> ChunkGates:
+        """Cumulative decays of w."""
+        return chunk_gates(self._w, strict=False)
+
+    @cached_property
+    def query(self) -> Tensor:
+        """Receptances up to and with their own decay."""
+        return scaled(self.chunks(0), self.gates.query, self.operator.scale)
+
+    @cached_property
+    def erase(self) -> Tensor:
+        """``a``, which reads the state before the own token's decay."""
+        return scaled(self.chunks(4), chunk_gates(self._w, strict=True).query)
+
+    @cached_property
+    def direction(self) -> Tensor:
+        """``b``."""
+        return scaled(self.chunks(5), self.gates.key)
+
+    @cached_property
+    def _key(self) -> Tensor:
+        return scaled(self.chunks(2), self.gates.key)
+
+    @cached_property
+    def _value(self) -> Tensor:
+        return self.chunks(3).flatten(0, 2)
+
+    def exact_overlap(self) -> Exact:
+        """Return ``a_t · b_j`` where the fast form does not do."""
+        return self._exact(4, 5, strict=True)
+
+    def exact_scores(self) -> Exact:
+        """Return ``r_t · b_j`` where the fast form does not do."""
+        return self._exact(0, 5, factor=self.operator.scale)
+
+    def source(self) -> Tensor:
+        """Return what ``a`` reads of values written earlier in the chunk."""
+        exact = self._exact(4, 2, strict=True)
+        return torch.bmm(causal_scores(self.erase, self._key, *exact, strict=True), self._value)
+
+    def written(self) -> Tensor:
+        """Return ``kᵀ v``."""
+        return torch.bmm(self._key.mT, self._value)
+
+    def attended(self) -> Tensor:
+        """Attend to values within the chunk."""
+        exact = self._exact(0, 2, factor=self.operator.scale)
+        return torch.bmm(causal_scores(self.query, self._key, *exact, strict=False), self._value)
+
+    def _exact(self, x: int, y: int, *, strict: bool = False, factor: float = 1.0) -> Exact:
+        if not self.needs_exact:
+            return None, None
+        return self.exact_part(self.chunks(x) * factor, self.chunks(y), self._w, strict=strict)
+
+
+@documented
+@operator_call
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    sp: Exchange | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to a state that decays by channel and moves what it holds along a to b.
+
+        S_t = (diag(exp(w_t)) + b_t a_tᵀ) S_{t-1} + k_t v_tᵀ        o_t = scale · S_tᵀ r_t
+
+    Args:
+        r: receptances [B, T, Hk, K].
+        w: natural logarithm of the decays [B, T, Hk, K], <= 0.
+        k: keys [B, T, Hk, K].
+        v: values [B, T, H, V], H a multiple of Hk.
+        a: what is read of the state before its decay [B, T, Hk, K]; RWKV-7 has the negative
+            normalised removal key there.
+        b: where it is added [B, T, Hk, K]; RWKV-7 has that key times the learning rate there.
+        scale: factor of the receptances; 1.0 by default.
+        <common without scale>
+
+    Source: Peng et al., arXiv:2503.14456, with the state transposed.
+
+    >>> import torch
+    >>> one = torch.ones(1, 3, 1, 1)
+    >>> rwkv7(one, 0 * one, one, one, -one, one)[0].flatten().tolist()
+    [1.0, 1.0, 1.0]
+    """
+    keyed = {"r": r, "w": w, "k": k, "a": a, "b": b}
+    layouts = {argument: (x, "B T Hk K") for argument, x in keyed.items()}
+    sizes = check_inputs(
+        "rwkv7", {**layouts, "v": (v, "B T H V")}, initial_state=initial_state, sp=sp
+    )
+    H = sizes["H"]
+    check_heads("rwkv7", H, k=sizes["Hk"])
+    check_log_decay("rwkv7", "w", w, sp)
+    operator = RWKV7Operator(
+        1.0 if scale is None else float(scale),
+        backend=choose_backend("rwkv7", backend, r.device, OFFERED),
+    )
+    r, w, k, a, b = (repeat_heads(x, H) for x in keyed.values())
+    return run_operator(
+        operator,
+        (r, w, k, v, a, b),
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        sp=sp,
+    )

@@ -1,0 +1,81 @@
+"""Structured state-space duality (Mamba-2): a scalar decay from a discretised step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeco.core.shapes import state_dtype
+from zeco.operators.arguments import check_heads, check_inputs, check_not_positive, documented
+from zeco.operators.decay_call import run_decay
+from zeco.operators.function import operator_call
+from zeco.operators.segment import Exchange
+
+
+@documented
+@operator_call
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    sp: Exchange | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Run the state-space layer of Mamba-2.
+
+        S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ       o_t = S_tᵀ C_t + D x_t
+
+    Args:
+        x: inputs [B, T, H, V].
+        dt: step sizes after softplus, [B, T, H], >= 0.
+        A: decay rates [H], <= 0.
+        B: input projections [B, T, G, K]; each of the G groups serves H / G heads.
+        C: output projections [B, T, G, K].
+        D: skip weights [H], or None.
+        <common without scale>
+
+    Source: Dao and Gu, Mamba-2, arXiv:2405.21060, listing 1 and section 7. States are [K, V]
+    here, transposed against the published code; softplus and the bias of dt are the layer's.
+    """
+    sizes = check_inputs(
+        "ssd",
+        {
+            "x": (x, "B T H V"),
+            "dt": (dt, "B T H"),
+            "A": (A, "H"),
+            "B": (B, "B T G K"),
+            "C": (C, "B T G K"),
+            "D": (D, "H"),
+        },
+        initial_state=initial_state,
+        sp=sp,
+    )
+    check_heads("ssd", sizes["H"], B=sizes["G"])
+    check_not_positive("ssd", "A", A, sp, remedy="pass A = -exp(A_log)")
+    check_not_positive("ssd", "-dt", -dt, sp, remedy="apply softplus to dt first")
+    dtype = state_dtype(x, dt, A, B, C)
+    step, wide = dt.to(dtype), x.to(dtype)
+    o, state = run_decay(
+        "ssd",
+        "scalar",
+        C.to(dtype),
+        B,
+        wide * step.unsqueeze(-1),
+        step * A.to(dtype),
+        scale=1.0,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        sp=sp,
+        backend=backend,
+        names=("C", "B", "x", "dt"),
+    )
+    if D is not None:
+        o = o + D.to(dtype).unsqueeze(-1) * wide
+    return o.to(x.dtype), state
