@@ -1,0 +1,1 @@
+"""Measurements: records of figures with machine, versions and commit."""

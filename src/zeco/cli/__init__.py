@@ -1,0 +1,1 @@
+"""The ``zeco`` command: one small file a command."""

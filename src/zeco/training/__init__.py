@@ -1,0 +1,1 @@
+"""Training: configuration, ranks, data, steps, checkpoints."""
