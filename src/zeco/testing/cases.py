@@ -132,7 +132,8 @@ def _qkv(s: Setting, g: torch.Generator) -> Inputs:
     }
 
 
-def _scalar_gate(s: Setting, g: torch.Generator) -> Inputs:
+def scalar_gate(s: Setting, g: torch.Generator) -> Inputs:
+    """Make q, k, v and one log decay a head and token."""
     return {**_qkv(s, g), "g": _log_decay(s, g, s.heads)}
 
 
@@ -226,7 +227,7 @@ CASES = {
             _fixed_decay,
             whole=("log_decay",),
         ),
-        Case("simple_gla", ops.simple_gla, oracle.simple_gla, _scalar_gate),
+        Case("simple_gla", ops.simple_gla, oracle.simple_gla, scalar_gate),
         Case("gla", ops.gla, oracle.gla, _diagonal_gate),
         Case(
             "hgrn2",
