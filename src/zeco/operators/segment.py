@@ -101,12 +101,13 @@ class Segment(ABC):
             d_finals: gradient of the finals [n, B, H, K, V], or None.
         """
         entering = torch.zeros_like(self.summarize().update).requires_grad_()
+        constants = tuple(None if x is None else x.detach() for x in self.inputs)
         with torch.enable_grad():
-            o, finals = self.fresh().output(entering, None)
-        outputs, gradients = [o], [d_o]
-        if d_finals is not None and len(d_finals) > 1:
-            outputs.append(finals[:-1])
-            gradients.append(d_finals[:-1])
+            o, finals = self.fresh(constants).output(entering, None)
+            outputs, gradients = [o], [d_o]
+            if d_finals is not None and len(d_finals) > 1:
+                outputs.append(finals[:-1])
+                gradients.append(d_finals[:-1])
         outputs, gradients = _differentiable(outputs, gradients)
         if not outputs:
             return torch.zeros_like(entering)
