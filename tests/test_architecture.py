@@ -45,14 +45,18 @@ def room_of(path: Path) -> str:
     return "" if parts == ("__init__",) else parts[0]
 
 
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def imported_modules(path: Path) -> list[tuple[str, bool]]:
-    """Return the package's modules that a file imports, and whether inside of a function."""
+    """Return the package's modules that a file imports, and whether only when they are used."""
     tree = ast.parse(path.read_text())
     inside = {
         id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
+        for block in ast.walk(tree)
+        if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef)) or _for_types(block)
+        for node in ast.walk(block)
     }
     found: list[tuple[str, bool]] = []
     for node in ast.walk(tree):

@@ -13,7 +13,18 @@ from zeco.testing import run_processes, run_ranks
 
 B, H, K, V = 2, 3, 5, 4
 KINDS = ["identity", "scalar", "diagonal", "dense"]
-ALGORITHMS = [("chain", 1), ("chain", 4), ("chain", 1000), ("serial", None), ("gather", None)]
+ALGORITHMS = [
+    ("chain", 1),
+    ("chain", 4),
+    ("chain", 1000),
+    ("serial", None),
+    ("gather", None),
+    ("doubling", None),
+    ("doubling", 3),
+    ("two_level", None),
+    ("two_level", 3),
+    ("two_level_doubling", None),
+]
 
 
 def make_transition(kind: str, parameter: Tensor | None) -> Transition:
@@ -103,6 +114,31 @@ def test_equals_the_loop(kind, algorithm, num_blocks, reverse, ranks):
     compare(found, reference(kind, case, reverse), ranks - 1 if reverse else 0)
 
 
+@pytest.mark.parametrize("nodes", [(2, 3), (1, 3, 2), (2, 2, 2), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("algorithm", ["two_level", "two_level_doubling"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_levels_equal_the_loop_on_any_nodes(kind, algorithm, reverse, nodes):
+    ranks = sum(nodes)
+    case = make_case(kind, ranks)
+
+    def rank_function(group):
+        group.nodes = nodes
+        return on_rank(group, kind, case, reverse, algorithm, None, overlapped=True)
+
+    found = run_ranks(ranks, rank_function)
+    compare(found, reference(kind, case, reverse), ranks - 1 if reverse else 0)
+
+
+def test_nodes_that_do_not_hold_the_ranks_are_refused():
+    def rank_function(group):
+        group.nodes = (2, 2)
+        zeco.all_scan(torch.zeros(1, 1, 2, 2), group=group, algorithm="two_level")
+
+    with pytest.raises(zeco.ZecoError, match=r"nodes=\(2, 2\) sum to 4, but the group has 3"):
+        run_ranks(3, rank_function)
+
+
 def test_start_and_wait_with_other_scans_in_between():
     case = make_case("diagonal", 4)
 
@@ -159,7 +195,15 @@ def process_function(reverse, algorithm, kind):
     return on_rank(torch.distributed.group.WORLD, kind, case, reverse, algorithm, None, True)
 
 
-@pytest.mark.parametrize("kind,algorithm", [("dense", "chain"), ("diagonal", "gather")])
+@pytest.mark.parametrize(
+    "kind,algorithm",
+    [
+        ("dense", "chain"),
+        ("diagonal", "gather"),
+        ("dense", "doubling"),
+        ("dense", "two_level"),
+    ],
+)
 def test_over_processes(kind, algorithm):
     case = make_case(kind, 3)
     found = run_processes(3, process_function, True, algorithm, kind)

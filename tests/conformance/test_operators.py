@@ -64,3 +64,14 @@ def test_overlap_changes_nothing(method, options, overlap):
     problem = Problem(CASES["gla"], SETTINGS["plain"])
     found = problem.sharded(3, method=method, overlap=overlap, **options)
     assert max(relative_errors(found, problem.oracle()).values()) <= BOUND
+
+
+@pytest.mark.parametrize("case", ["gla", "kda", "linear_attention"])
+@pytest.mark.parametrize("setting", ["plain", "packed", "zigzag"])
+@pytest.mark.parametrize(
+    "algorithm", ["chain", "gather", "doubling", "two_level", "two_level_doubling"]
+)
+def test_every_scan(case, setting, algorithm):
+    problem = Problem(CASES[case], SETTINGS[setting])
+    found = problem.sharded(5, algorithm=algorithm, nodes=(2, 3))
+    assert max(relative_errors(found, problem.oracle()).values()) <= BOUND

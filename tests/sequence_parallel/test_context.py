@@ -190,3 +190,20 @@ def test_zigzag_batches_are_put_together_again():
         assert torch.equal(whole, tokens)
         assert torch.equal(part["position_ids"], part["input_ids"])
     assert found[0][0]["input_ids"].tolist() == [[0, 1, 2, 3, 20, 21, 22]]
+
+
+def test_explain_names_the_choice_first():
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group, nodes=(2, 2))
+        return sp.explain((1, 4, 32, 32)).splitlines()
+
+    lines = run_ranks(4, rank_function)[0]
+    assert lines[0].startswith("chosen: ")
+    assert any("two_level" in line for line in lines)
+    times = [float(line.split()[-3]) for line in lines]
+    assert times == sorted(times)
+
+
+def test_nodes_that_do_not_add_up():
+    with pytest.raises(zeco.ZecoError, match="must be the ranks on each node"):
+        zeco.SequenceParallel(nodes=(2, 2))

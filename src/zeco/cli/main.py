@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("zeco.cli.train", "train a language model, its sequences split over ranks"),
     "generate": ("zeco.cli.generate", "continue a prompt with a trained model"),
     "demo": ("zeco.cli.demo", "train on 4 ranks, compare with 1, and show what was learned"),
+    "simulate": ("zeco.cli.simulate", "time scans and layers on clusters that aren't here"),
     "verify": ("zeco.cli.verify", "measure the errors of every operator and method"),
 }
 USER_ERROR = 2

@@ -215,8 +215,10 @@ def all_scan(
             zeros. The other ranks may pass it too; only the first one's is used.
         reverse: whether the state travels from the last rank to the first.
         algorithm: ``"chain"`` (pipelined, one state sent a rank), ``"serial"`` (the same in one
-            block), ``"gather"`` (all-gather of the maps), or ``"auto"``: the cost model chooses.
-        num_blocks: pipeline blocks of the chain; None lets the cost model choose.
+            block), ``"gather"`` (all-gather of the maps), ``"doubling"`` (log2 P rounds of maps),
+            ``"two_level"`` or ``"two_level_doubling"`` (inside nodes, then between them, the state
+            cut over each node's ranks), or ``"auto"``: the cost model chooses.
+        num_blocks: pipeline blocks; None lets the cost model choose.
 
     Returns:
         (entering, leaving), both [B, H, K, V].

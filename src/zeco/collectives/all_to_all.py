@@ -99,12 +99,19 @@ def all_to_all(swaps: Sequence[Swap], transport: Transport) -> list[list[Tensor]
 
 def gather_sizes(size: int, transport: Transport, device: torch.device) -> tuple[int, ...]:
     """Return a number of every rank; when a checkpointed region is recomputed, what it was."""
+    return tuple(numbers[0] for numbers in gather_numbers([size], transport, device))
+
+
+def gather_numbers(
+    numbers: Sequence[int], transport: Transport, device: torch.device
+) -> list[tuple[int, ...]]:
+    """Return a few integers of every rank, as many on each; when recomputed, what they were."""
     slot = take_slot()
     kept = None if slot is None else slot.read()
     if kept is None:
-        mine = torch.tensor([size], device=device)
-        found = torch.cat(transport.all_gather(mine, transport.next_tags(), PURPOSE))
+        mine = torch.tensor(list(numbers), device=device)
+        found = torch.stack(transport.all_gather(mine, transport.next_tags(), PURPOSE))
         if slot is not None:
             slot.write(found)
         kept = (found,)
-    return tuple(int(n) for n in kept[0])
+    return [tuple(row) for row in kept[0].tolist()]

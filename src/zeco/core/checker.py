@@ -7,6 +7,7 @@ so a schedule that passes runs on all of them.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from zeco.core.errors import ScheduleError
@@ -22,6 +23,7 @@ from zeco.core.schedule import (
     Schedule,
     Send,
     Step,
+    Transfer,
 )
 
 BEFORE_ALL = -1
@@ -42,20 +44,21 @@ class Interval:
 
 
 class _Rank:
-    """One rank's program, registers and transfers under way."""
+    """One rank's program, registers and posted transfers."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.rank = rank
         self.place = schedule.num_ranks - 1 - rank if schedule.reverse else rank
         self.steps = schedule.programs[rank]
         self.position = 0
-        self.pending: list[Send | Receive] = []
+        self.sends: dict[tuple[int, int], Send] = {}
+        self.receives: dict[tuple[int, int], Receive] = {}
+        self.posted = False
         self.values: dict[tuple[str, int], Interval] = {}
         for block in range(schedule.num_blocks):
             self.values[OWN, block] = Interval(self.place, self.place + 1)
             if self.place == 0:
                 self.values[ENTERING, block] = Interval(BEFORE_ALL, 0)
-        self._post()
 
     @property
     def step(self) -> Step | None:
@@ -63,22 +66,11 @@ class _Rank:
         return self.steps[self.position] if self.position < len(self.steps) else None
 
     def where(self) -> str:
-        """Name the step that this rank is at."""
+        """Name the step that this rank is at, or its last one."""
+        if self.step is None:
+            last = self.steps[-1] if self.steps else "an empty program"
+            return f"rank {self.rank}, at its end, after step {len(self.steps) - 1} ({last})"
         return f"rank {self.rank}, step {self.position} ({self.step})"
-
-    def advance(self) -> None:
-        """Go to the next step and post its transfers."""
-        self.position += 1
-        self._post()
-
-    def _post(self) -> None:
-        match self.step:
-            case Send() | Receive() as transfer:
-                self.pending = [transfer]
-            case Exchange(transfers):
-                self.pending = list(transfers)
-            case _:
-                self.pending = []
 
     def read(self, register: str, block: int) -> Interval:
         """Return a register's value."""
@@ -99,66 +91,98 @@ class _Rank:
             )
         self.values[step.target, step.block] = Interval(earlier.start, later.stop)
 
+    def post(self, transfer: Transfer) -> None:
+        """Put a transfer up for its peer to find."""
+        table = self.sends if isinstance(transfer, Send) else self.receives
+        key = (transfer.peer, transfer.block)
+        if key in table:
+            raise ScheduleError(
+                f"{self.where()} has two transfers of block {transfer.block} with rank "
+                f"{transfer.peer} at once, which can't be told apart"
+            )
+        table[key] = transfer  # type: ignore[assignment]
+
 
 def check_schedule(schedule: Schedule) -> None:
     """Refuse a schedule that would hang, lose a block or combine maps in a wrong order.
 
+    Takes time in proportion to the number of steps.
+
     Raises:
         ScheduleError: naming the rank and step at fault.
     """
-    ranks = [_Rank(schedule, rank) for rank in range(schedule.num_ranks)]
-    while any(r.step is not None for r in ranks):
-        moved = [_progress(r, ranks) for r in ranks]
-        if not any(moved):
-            stuck = "; ".join(r.where() for r in ranks if r.step is not None)
-            raise ScheduleError(f"deadlock: every unfinished rank waits: {stuck}")
-    for rank in ranks:
-        for block in range(schedule.num_blocks):
-            for register, stop in ((ENTERING, rank.place), (LEAVING, rank.place + 1)):
-                found = rank.values.get((register, block))
-                if found != Interval(BEFORE_ALL, stop):
-                    raise ScheduleError(
-                        f"rank {rank.rank} ends with {found} in {register!r}, block {block}, "
-                        f"instead of the state after {stop} ranks"
-                    )
+    _Check(schedule).run()
 
 
-def _progress(rank: _Rank, ranks: list[_Rank]) -> bool:
-    """Let one rank do what it can; return whether anything happened."""
-    moved = False
-    while (step := rank.step) is not None:
-        if isinstance(step, Combine):
-            rank.combine(step)
-        elif isinstance(step, AllGather):
-            if not _all_gather(ranks):
-                return moved
-            return True
-        else:
-            moved |= _transfer(rank, ranks)
-            if rank.pending:
-                return moved
-        rank.advance()
-        moved = True
-    return moved
+class _Check:
+    """All ranks, and which of them can go on."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ranks = [_Rank(schedule, rank) for rank in range(schedule.num_ranks)]
+        self.ready = deque(self.ranks)
+        self.gathering = 0
 
-def _transfer(rank: _Rank, ranks: list[_Rank]) -> bool:
-    """Match this rank's posted transfers with its peers'; return whether one was."""
-    matched = False
-    for mine in list(rank.pending):
-        peer = ranks[mine.peer]
-        other = next(
-            (
-                t
-                for t in peer.pending
-                if t.peer == rank.rank and t.block == mine.block and type(t) is not type(mine)
-            ),
-            None,
-        )
-        if other is None:
-            continue
-        source, sent = (rank, mine) if isinstance(mine, Send) else (peer, other)
-        target, received = (peer, other) if isinstance(mine, Send) else (rank, mine)
+    def run(self) -> None:
+        """Run all programs to their ends and look at what they leave."""
+        while self.ready:
+            self._go_on(self.ready.popleft())
+        stuck = [r.where() for r in self.ranks if r.step is not None]
+        if stuck:
+            raise ScheduleError(f"deadlock: every unfinished rank waits: {'; '.join(stuck)}")
+        for rank in self.ranks:
+            for block in range(self.schedule.num_blocks):
+                for register, stop in ((ENTERING, rank.place), (LEAVING, rank.place + 1)):
+                    found = rank.values.get((register, block))
+                    if found != Interval(BEFORE_ALL, stop):
+                        raise ScheduleError(
+                            f"{rank.where()}, has {found} in {register!r}, block {block}, "
+                            f"instead of the state after {stop} ranks"
+                        )
+
+    def _go_on(self, rank: _Rank) -> None:
+        """Run a rank's steps until it has to wait."""
+        while (step := rank.step) is not None:
+            match step:
+                case Combine():
+                    rank.combine(step)
+                case AllGather():
+                    if not rank.posted:
+                        rank.posted = True
+                        self.gathering += 1
+                    if self.gathering < len(self.ranks):
+                        return
+                    self._all_gather()
+                    return
+                case Send() | Receive():
+                    if not self._through(rank, (step,)):
+                        return
+                case Exchange(transfers):
+                    if not self._through(rank, transfers):
+                        return
+            rank.position += 1
+            rank.posted = False
+
+    def _through(self, rank: _Rank, transfers: tuple[Transfer, ...]) -> bool:
+        """Post a step's transfers once, and return whether all have found their peers'."""
+        if not rank.posted:
+            rank.posted = True
+            for transfer in transfers:
+                if not 0 <= transfer.peer < len(self.ranks) or transfer.peer == rank.rank:
+                    raise ScheduleError(f"{rank.where()} names rank {transfer.peer} as its peer")
+                rank.post(transfer)
+            for transfer in transfers:
+                self._match(rank, transfer)
+        return not rank.sends and not rank.receives
+
+    def _match(self, rank: _Rank, mine: Transfer) -> None:
+        """Move the value if the peer has posted the other end; wake the peer when it can go on."""
+        peer = self.ranks[mine.peer]
+        source, target = (rank, peer) if isinstance(mine, Send) else (peer, rank)
+        sent = source.sends.get((target.rank, mine.block))
+        received = target.receives.get((source.rank, mine.block))
+        if sent is None or received is None:
+            return
         value = source.read(sent.register, sent.block)
         if not value.form == sent.form == received.form:
             raise ScheduleError(
@@ -166,28 +190,28 @@ def _transfer(rank: _Rank, ranks: list[_Rank]) -> bool:
                 f"{target.where()}, which expects a {received.form.value}"
             )
         target.values[received.register, received.block] = value
-        rank.pending.remove(mine)
-        peer.pending.remove(other)
-        matched = True
-    return matched
+        del source.sends[target.rank, mine.block]
+        del target.receives[source.rank, mine.block]
+        if not peer.sends and not peer.receives:
+            self.ready.append(peer)
 
-
-def _all_gather(ranks: list[_Rank]) -> bool:
-    """Run the all-gather that every rank is at; return whether every rank was."""
-    steps = [r.step for r in ranks]
-    gathers = [s for s in steps if isinstance(s, AllGather)]
-    if len(gathers) < len(ranks):
-        return False
-    if len({s.block for s in gathers}) > 1:
-        raise ScheduleError("ranks gather different blocks: " + "; ".join(r.where() for r in ranks))
-    values = [r.read(s.register, s.block) for r, s in zip(ranks, gathers, strict=True)]
-    for rank, step in zip(ranks, gathers, strict=True):
-        for value, target, form in zip(values, step.targets, step.forms, strict=True):
-            if value.form != form:
-                raise ScheduleError(
-                    f"{rank.where()} expects a {form.value} in {target!r}, but gets a "
-                    f"{value.form.value}"
-                )
-            rank.values[target, step.block] = value
-        rank.advance()
-    return True
+    def _all_gather(self) -> None:
+        """Run the all-gather that every rank is at."""
+        gathers = [r.step for r in self.ranks if isinstance(r.step, AllGather)]
+        if len({s.block for s in gathers}) > 1:
+            raise ScheduleError(
+                "ranks gather different blocks: " + "; ".join(r.where() for r in self.ranks)
+            )
+        values = [r.read(s.register, s.block) for r, s in zip(self.ranks, gathers, strict=True)]
+        for rank, step in zip(self.ranks, gathers, strict=True):
+            for value, target, form in zip(values, step.targets, step.forms, strict=True):
+                if value.form != form:
+                    raise ScheduleError(
+                        f"{rank.where()} expects a {form.value} in {target!r}, but gets a "
+                        f"{value.form.value}"
+                    )
+                rank.values[target, step.block] = value
+            rank.position += 1
+            rank.posted = False
+            self.ready.append(rank)
+        self.gathering = 0

@@ -1,192 +1,115 @@
-"""The cost model: what a schedule takes on a fabric, and the choice of scan that follows from it.
+"""The choice of scan: every candidate played on the fabric, the fastest taken.
 
-A message of n bytes keeps its sender busy for ``overhead + n / bandwidth`` and is there
-``latency + n / bandwidth`` after it left. A composition of n bytes takes
-``overhead + n / combine_bandwidth``. The time of a schedule is found by running it under these rules.
+`zeco.core.fabric` says what costs are counted, `zeco.core.engine` plays.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
+from zeco.core.bounds import at_least_s
+from zeco.core.engine import play
 from zeco.core.errors import ArgumentError, unknown_name
-from zeco.core.schedule import (
-    BUILDERS,
-    AllGather,
-    Combine,
-    Exchange,
-    Form,
-    Receive,
-    Schedule,
-    Send,
-    build_schedule,
+from zeco.core.fabric import (
+    LOOPBACK,
+    NVLINK_BY_NCCL,
+    Fabric,
+    Link,
+    Load,
+    StateShape,
+    load_of,
+    map_bytes,
 )
-from zeco.core.transitions import KINDS
+from zeco.core.schedule import BUILDERS, build_schedule
+from zeco.core.topology import Nodes, check_nodes
+from zeco.core.transitions import KINDS, Dense
 
-StateShape = tuple[int, int, int, int]
-Candidates = tuple[tuple["Plan", float], ...]
+__all__ = [
+    "LOOPBACK",
+    "NVLINK_BY_NCCL",
+    "Candidates",
+    "Fabric",
+    "Link",
+    "Load",
+    "Plan",
+    "StateShape",
+    "choose_plan",
+    "explain_plan",
+    "load_of",
+    "map_bytes",
+    "predict_s",
+]
 
+MAX_BLOCKS = 128
+"""The most pipeline blocks that are weighed for a chain."""
 
-@dataclass(frozen=True)
-class Fabric:
-    """What links and ranks take.
+MAX_CROWD = 64
+"""Ranks of a node up to which an exchange of everyone with everyone in it is weighed."""
 
-    Attributes:
-        latency_s: from a message's departure to its first byte's arrival.
-        bandwidth_bytes_per_s: of a rank's link, each way.
-        overhead_s: of starting a message or a composition.
-        combine_bytes_per_s: state bytes that a rank composes a second.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    overhead_s: float
-    combine_bytes_per_s: float
-
-
-LOOPBACK = Fabric(100e-6, 1e9, 50e-6, 4e9)
-"""Assumed for gloo between processes of one host, until it is measured."""
-
-NVLINK_BY_NCCL = Fabric(5e-6, 150e9, 30e-6, 1e12)
-"""Assumed for NCCL inside a node, until it is measured: a call costs more than its bytes."""
+ONE_BLOCK = ("serial", "gather", "doubling")
+"""Scans in which blocks pipeline nothing."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A scan with nothing left open."""
+    """A scan with nothing left open.
+
+    Attributes:
+        algorithm: the scan.
+        num_blocks: pipeline blocks.
+        nodes: ranks of every node, in the order of the ranks; None means one node.
+    """
 
     algorithm: str
     num_blocks: int
+    nodes: Nodes | None = None
 
 
-def map_bytes(shape: StateShape, kind: str, element_size: int) -> tuple[int, int]:
-    """Return the bytes of a state and of a transition's parameters in a message.
-
-    >>> map_bytes((1, 2, 4, 8), "dense", 4)
-    (256, 128)
-    """
-    B, H, K, V = shape
-    parameters = B * H * K * (K if kind == "dense" else 1)
-    return B * H * K * V * element_size, parameters * element_size
+Candidates = tuple[tuple[Plan, float], ...]
 
 
-@dataclass
-class _Clock:
-    """A rank's place in its program, and when its processor, its link and its values are free."""
-
-    position: int = 0
-    now: float = 0.0
-    link: float = 0.0
-
-
-def predict_s(schedule: Schedule, state_bytes: int, parameter_bytes: int, fabric: Fabric) -> float:
+def predict_s(plan: Plan, num_ranks: int, load: Load, fabric: Fabric) -> float:
     """Return the seconds until every rank has its states, all ranks starting at once.
 
     Args:
-        schedule: the programs.
-        state_bytes: of a whole state.
-        parameter_bytes: of a whole transition, sent beside the state in map form.
-        fabric: costs of messages and compositions.
+        plan: the scan.
+        num_ranks: P.
+        load: what a whole state weighs.
+        fabric: what messages and compositions cost.
     """
-    block = {
-        Form.STATE: state_bytes / schedule.num_blocks,
-        Form.MAP: (state_bytes + parameter_bytes) / schedule.num_blocks,
-    }
-    combine_s = fabric.overhead_s + block[Form.STATE] / fabric.combine_bytes_per_s
-    clocks = [_Clock() for _ in schedule.programs]
-    arrivals: dict[tuple[int, int, int, Form], list[float]] = defaultdict(list)
-    taken: dict[tuple[int, int, int, Form], int] = defaultdict(int)
-    meetings: dict[int, dict[int, float]] = defaultdict(dict)
-
-    def send(rank: int, step: Send) -> None:
-        clock = clocks[rank]
-        clock.now += fabric.overhead_s
-        clock.link = max(clock.link, clock.now) + block[step.form] / fabric.bandwidth_bytes_per_s
-        key = (rank, step.peer, step.block, step.form)
-        arrivals[key].append(clock.link + fabric.latency_s)
-
-    def receive(rank: int, step: Receive) -> bool:
-        key = (step.peer, rank, step.block, step.form)
-        if taken[key] == len(arrivals[key]):
-            return False
-        clocks[rank].now = max(clocks[rank].now, arrivals[key][taken[key]])
-        taken[key] += 1
-        return True
-
-    def all_gather(rank: int, step: AllGather) -> bool:
-        here = meetings[step.block]
-        here.setdefault(rank, clocks[rank].now)
-        if len(here) < schedule.num_ranks:
-            return False
-        moved = block[Form.MAP] * (schedule.num_ranks - 1) / fabric.bandwidth_bytes_per_s
-        clocks[rank].now = max(here.values()) + fabric.overhead_s + fabric.latency_s + moved
-        return True
-
-    def run(rank: int) -> bool:
-        """Run a rank's program as far as it goes; return whether it moved."""
-        clock, program = clocks[rank], schedule.programs[rank]
-        begin = clock.position
-        while clock.position < len(program):
-            match program[clock.position]:
-                case Combine():
-                    clock.now += combine_s
-                case Send() as step:
-                    send(rank, step)
-                case Receive() as step:
-                    if not receive(rank, step):
-                        break
-                case AllGather() as step:
-                    if not all_gather(rank, step):
-                        break
-                case Exchange(transfers):
-                    if not exchange(rank, transfers):
-                        break
-            clock.position += 1
-        return clock.position > begin
-
-    posted: set[tuple[int, int]] = set()
-
-    def exchange(rank: int, transfers: tuple[Send | Receive, ...]) -> bool:
-        if (rank, clocks[rank].position) not in posted:
-            posted.add((rank, clocks[rank].position))
-            for transfer in transfers:
-                if isinstance(transfer, Send):
-                    send(rank, transfer)
-        receives = [t for t in transfers if isinstance(t, Receive)]
-        keys = [(t.peer, rank, t.block, t.form) for t in receives]
-        if any(taken[key] == len(arrivals[key]) for key in keys):
-            return False
-        for transfer in receives:
-            receive(rank, transfer)
-        return True
-
-    moved = True
-    while moved:
-        moved = any([run(rank) for rank in range(schedule.num_ranks)])  # noqa: C419 (run them all)
-    return max(max(clock.now, clock.link) for clock in clocks)
+    schedule = build_schedule(plan.algorithm, num_ranks, plan.num_blocks, nodes=plan.nodes)
+    return play(schedule, load, fabric, nodes=plan.nodes).end_s
 
 
-def candidates(
-    num_ranks: int, shape: StateShape, kind: str, element_size: int, fabric: Fabric
+def explain_plan(
+    num_ranks: int,
+    shape: StateShape,
+    kind: str,
+    element_size: int,
+    *,
+    nodes: Nodes | None = None,
+    fabric: Fabric = LOOPBACK,
 ) -> Candidates:
-    """Return the plans that ``auto`` weighs, each with its predicted seconds, fastest first."""
-    state, parameters = map_bytes(shape, kind, element_size)
-    if num_ranks == 1:
-        return ((Plan("chain", 1), 0.0),)
-    plans = [Plan("chain", 1 << i) for i in range(8)] + [Plan("gather", 1)]
-    priced = [
-        (
-            p,
-            predict_s(
-                build_schedule(p.algorithm, num_ranks, p.num_blocks), state, parameters, fabric
-            ),
-        )
-        for p in plans
-        if p.num_blocks <= max(1, math.prod(shape[:3]))
-    ]
+    """Return every plan that ``auto`` weighs with its predicted seconds, fastest first.
+
+    Args:
+        num_ranks: P.
+        shape: [B, H, K, V] of the states.
+        kind: of the transitions.
+        element_size: bytes of an element of the state.
+        nodes: ranks of every node, in the order of the ranks; None means one node.
+        fabric: costs to predict by.
+
+    >>> for plan, seconds in explain_plan(4, (1, 16, 128, 128), "diagonal", 4)[:2]:
+    ...     print(plan.algorithm, plan.num_blocks, seconds > 0)
+    chain 8 True
+    chain 4 True
+    """
+    _check(num_ranks, kind, nodes)
+    load = load_of(shape, kind, element_size)
+    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, "auto")
+    priced = [(p, predict_s(p, num_ranks, load, fabric)) for p in plans]
     return tuple(sorted(priced, key=lambda item: item[1]))
 
 
@@ -199,9 +122,13 @@ def choose_plan(
     *,
     algorithm: str = "auto",
     num_blocks: int | None = None,
+    nodes: Nodes | None = None,
     fabric: Fabric = LOOPBACK,
 ) -> Plan:
-    """Fill in what a caller left open.
+    """Fill in what a caller left open; the same plan as the first of `explain_plan`, but sooner.
+
+    Candidates are played in the order of a lower bound of their time, and only while that is below
+    the best time found.
 
     Args:
         num_ranks: P.
@@ -210,20 +137,79 @@ def choose_plan(
         element_size: bytes of an element of the state.
         algorithm: a scan, or ``"auto"``.
         num_blocks: pipeline blocks, or None.
+        nodes: ranks of every node, in the order of the ranks; None means one node, in which the
+            two-level scans are left with their part inside a node.
         fabric: costs to choose by.
+
+    Raises:
+        ArgumentError: an unknown algorithm or kind, or nodes that don't hold P ranks.
 
     >>> choose_plan(4, (1, 16, 128, 128), "diagonal", 4).algorithm
     'chain'
     """
     if algorithm != "auto" and algorithm not in BUILDERS:
         raise ArgumentError(unknown_name("algorithm", algorithm, ["auto", *BUILDERS]))
+    _check(num_ranks, kind, nodes)
+    if algorithm != "auto" and num_blocks is not None:
+        return Plan(algorithm, num_blocks, nodes)
+    if algorithm in ONE_BLOCK:
+        return Plan(algorithm, 1, nodes)
+    if num_ranks == 1:
+        return Plan("chain" if algorithm == "auto" else algorithm, num_blocks or 1, nodes)
+    load = load_of(shape, kind, element_size)
+    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, algorithm)
+    best = _fastest(plans, num_ranks, load, fabric)
+    return best if num_blocks is None else Plan(best.algorithm, num_blocks, nodes)
+
+
+def _fastest(plans: list[Plan], num_ranks: int, load: Load, fabric: Fabric) -> Plan:
+    if len(plans) == 1:
+        return plans[0]
+    nodes = check_nodes(plans[0].nodes, num_ranks)
+    bounds = {p: at_least_s(p.algorithm, p.num_blocks, nodes, load, fabric) for p in plans}
+    best, best_s = plans[0], float("inf")
+    for plan in sorted(plans, key=lambda p: bounds[p]):
+        if bounds[plan] >= best_s:
+            break
+        seconds = predict_s(plan, num_ranks, load, fabric)
+        if seconds < best_s:
+            best, best_s = plan, seconds
+    return best
+
+
+def _plans(num_ranks: int, num_rows: int, nodes: Nodes | None, algorithm: str) -> list[Plan]:
+    """Return the plans to weigh for an algorithm, or for all."""
+    known = check_nodes(nodes, num_ranks)
+    # Fewer blocks than a node has ranks would leave some without a share of what crosses nodes.
+    share = min(max(known), num_rows)
+    pipelined = [share * more for more in (1, 2, 4, 8) if share * more <= num_rows]
+    blocks = {
+        "gather": [1],
+        "doubling": [1],
+        "chain": [1 << i for i in range(MAX_BLOCKS.bit_length()) if 1 << i <= num_rows],
+        "two_level": pipelined if len(known) > 1 else [share],
+        "two_level_doubling": [share],
+    }
+    if algorithm != "auto":
+        names = [algorithm]
+    elif num_ranks == 1:
+        return [Plan("chain", 1, nodes)]
+    else:
+        # In one node both scans of two levels are the same, and in a huge one no good.
+        scans = {n for n in blocks if not n.startswith("two_level")}
+        if max(known) <= MAX_CROWD:
+            scans |= {"two_level", "two_level_doubling"} if len(known) > 1 else {"two_level"}
+        names = [n for n in blocks if n in scans]
+    return [Plan(name, number, nodes) for name in names for number in blocks[name]]
+
+
+def _num_rows(shape: StateShape, kind: str) -> int:
+    """Return into how many blocks a state can be cut."""
+    B, H, K, V = shape
+    return max(1, B * H * (V if kind == Dense.kind else K))
+
+
+def _check(num_ranks: int, kind: str, nodes: Nodes | None) -> None:
     if kind not in KINDS:
         raise ArgumentError(unknown_name("transition kind", kind, KINDS))
-    if algorithm in ("serial", "gather") and num_blocks is None:
-        return Plan(algorithm, 1)
-    if algorithm != "auto" and num_blocks is not None:
-        return Plan(algorithm, num_blocks)
-    ranked = candidates(num_ranks, shape, kind, element_size, fabric)
-    fitting = [p for p, _ in ranked if algorithm in ("auto", p.algorithm)]
-    best = fitting[0]
-    return best if num_blocks is None else Plan(best.algorithm, num_blocks)
+    check_nodes(nodes, num_ranks)

@@ -45,3 +45,13 @@ def check_shard_sizes(sizes: Sequence[int], count: int, what: str = "rank") -> t
             "none negative"
         )
     return tuple(int(size) for size in sizes)
+
+
+def check_nodes(nodes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Refuse nodes whose ranks don't sum to the group's, or empty ones."""
+    if sum(nodes) != num_ranks or any(count < 1 for count in nodes):
+        raise ArgumentError(
+            f"nodes={tuple(nodes)} must be the ranks on each node, at least 1 each, and sum to the "
+            f"{num_ranks} ranks of the group"
+        )
+    return tuple(int(count) for count in nodes)

@@ -12,9 +12,11 @@ from zeco.collectives.agreement import check_agreement
 from zeco.collectives.groups import Group, transport_of
 from zeco.collectives.ledger import Ledger
 from zeco.collectives.recompute import take_slot
+from zeco.core.costs import explain_plan
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
 from zeco.core.partition import (
+    check_nodes,
     check_shard_sizes,
     default_shard_sizes,
     shard_bounds,
@@ -38,13 +40,15 @@ class SequenceParallel:
         method: ``"zeco"``; the baselines ``"lasp1"`` (serial), ``"lasp2"`` (all-gather) and
             ``"ulysses"`` (tokens for heads, which must divide by the ranks); or ``"local"``, a control
             that exchanges nothing and so computes something else.
-        algorithm: the scan of ``"zeco"``: ``"auto"``, ``"chain"``, ``"serial"`` or ``"gather"``.
+        algorithm: the scan of ``"zeco"``, see `zeco.all_scan`; ``"auto"`` asks the cost model.
         num_blocks: pipeline blocks of its scan; None lets the cost model choose.
         overlap: whether ranks go on computing while a scan of ``"zeco"`` or ``"lasp2"`` is in flight.
         shard_sizes: tokens of every rank (of each of the 2P slots with layout "zigzag"); None means
             L // P, one more on the first L % P ranks (slots).
         layout: ``"contiguous"``, or ``"zigzag"``: of 2P slots rank r holds slots r and 2P - 1 - r, for
             hybrids whose softmax layers need balance. The state then passes twice through each rank.
+        nodes: ranks on each node, in the order of the ranks, for the scans that know nodes and for
+            the cost model; None means one node, or what an earlier context of this group was given.
         check: whether every call compares shapes, dtypes and options between the ranks and looks
             for NaN; None means on in torch.distributed's debug mode (TORCH_DISTRIBUTED_DEBUG).
 
@@ -67,9 +71,12 @@ class SequenceParallel:
         overlap: bool = True,
         shard_sizes: Sequence[int] | None = None,
         layout: str = "contiguous",
+        nodes: Sequence[int] | None = None,
         check: bool | None = None,
     ) -> None:
         self.transport = transport_of(group)
+        if nodes is not None:
+            self.transport.nodes = check_nodes(nodes, self.transport.size)
         if layout not in LAYOUTS:
             raise ArgumentError(unknown_name("layout", layout, LAYOUTS))
         if num_blocks is not None and num_blocks < 1:
@@ -143,6 +150,36 @@ class SequenceParallel:
                 f"layout {self.layout!r} gives a rank several spans of tokens; use spans()"
             )
         return self.spans(total)[0]
+
+    def explain(
+        self,
+        shape: tuple[int, int, int, int],
+        kind: str = "diagonal",
+        dtype: torch.dtype = torch.float32,
+    ) -> str:
+        """Say which scan ``algorithm="auto"`` takes, and what every candidate would take.
+
+        Args:
+            shape: [B, H, K, V] of the states.
+            kind: of the transitions: "identity", "scalar", "diagonal" or "dense".
+            dtype: of the states.
+
+        Returns:
+            One line a candidate with its predicted time, the choice first.
+        """
+        ranked = explain_plan(
+            self.size,
+            shape,
+            kind,
+            dtype.itemsize,
+            nodes=self.transport.nodes,
+            fabric=self.transport.fabric,
+        )
+        lines = [
+            f"{plan.algorithm:<20} {plan.num_blocks:>4} blocks {seconds * 1e3:>10.3f} ms predicted"
+            for plan, seconds in ranked
+        ]
+        return "\n".join([f"chosen: {lines[0]}", *(f"        {line}" for line in lines[1:])])
 
     # What follows is the exchange that operators see: `zeco.operators.segment.Exchange`.
 
@@ -232,6 +269,7 @@ class SequenceParallel:
         fields: dict[str, object] = {
             "operator": type(segment).__name__,
             "method": f"{self.method_name} {self.method}",
+            "nodes": self.transport.nodes,
             "state shape [B, H, K, V]": list(initial.shape),
             "state dtype": initial.dtype,
         }

@@ -1,0 +1,1 @@
+"""The scans, one a file: each gives every rank its program."""
