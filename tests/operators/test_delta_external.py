@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,8 @@ def load(module: str, function: str) -> Callable[..., Any]:
         # Other packages warn at import when there is no GPU.
         warnings.simplefilter("ignore")
         try:
-            return getattr(importlib.import_module(module), function)
+            # Unwrapped: with FLA installed, Transformers puts its GPU kernels in front.
+            return inspect.unwrap(getattr(importlib.import_module(module), function))
         except ImportError as error:
             pytest.skip(f"{module} can't be imported: {error}")
 

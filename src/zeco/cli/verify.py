@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from zeco.benchmarks.record import write_record
 from zeco.core.errors import ArgumentError, unknown_name
 from zeco.testing.cases import CASES, SETTINGS
 from zeco.testing.conformance import Problem, relative_errors
@@ -27,6 +29,9 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--operators", nargs="*", default=[], help="default: all")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="default: all")
     parser.add_argument("--settings", nargs="*", default=["plain"], help="or 'all'")
+    parser.add_argument(
+        "--record", type=Path, help="write the largest errors, with machine and versions, as JSON"
+    )
     return parser.parse_args(given)
 
 
@@ -42,17 +47,33 @@ def run(given: Sequence[str]) -> int:
     _known("setting", settings, SETTINGS)
     console = Console()
     failed = 0
+    worst: dict[str, float] = {}
     for name in arguments.operators or CASES:
         for setting in settings:
-            failed += _verify(console, name, setting, arguments)
+            failed += _verify(console, name, setting, arguments, worst)
     console.print(
         f"{failed} rows are over their bounds" if failed else "every error is within its bound"
     )
+    if arguments.record is not None:
+        write_record(
+            arguments.record,
+            command=f"zeco verify {' '.join(given)}",
+            figures={"largest_relative_error_against_the_oracle": worst},
+        )
     return 1 if failed else 0
 
 
-def _verify(console: Console, name: str, setting: str, arguments: argparse.Namespace) -> int:
-    """Print an operator's table; return how many rows are over their bounds."""
+def _verify(
+    console: Console,
+    name: str,
+    setting: str,
+    arguments: argparse.Namespace,
+    worst: dict[str, float],
+) -> int:
+    """Print an operator's table; return how many rows are over their bounds.
+
+    ``worst`` gets the largest error against the oracle of every method.
+    """
     problem = Problem(CASES[name], SETTINGS[setting], DTYPES[arguments.dtype])
     one_rank, oracle = problem.one_rank(), problem.oracle()
     bounds = BOUNDS[arguments.dtype]
@@ -72,6 +93,8 @@ def _verify(console: Console, name: str, setting: str, arguments: argparse.Names
             errors = relative_errors(found, one_rank), relative_errors(found, oracle)
             over = [max(e.values()) > bound for e, bound in zip(errors, bounds, strict=True)]
             failed += any(over)
+            key = f"{name} | {setting} | {method}"
+            worst[key] = max(worst.get(key, 0.0), *errors[1].values())
             cells = [f"{errors[0][n]:.0e} / {errors[1][n]:.0e}" for n in oracle]
             verdict = f"[red]over {bounds[0]:.0e} / {bounds[1]:.0e}" if any(over) else ""
             table.add_row(method, str(ranks), *cells, verdict)

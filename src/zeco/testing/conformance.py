@@ -27,27 +27,34 @@ class Problem:
         case: the operator.
         setting: what it runs on.
         dtype: of the inputs.
-        seed: of all of it.
+        seed: of all of it; the same numbers on every device.
+        device: where everything is.
     """
 
     def __init__(
-        self, case: Case, setting: Setting, dtype: torch.dtype = torch.float64, seed: int = 0
+        self,
+        case: Case,
+        setting: Setting,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         g = torch.Generator().manual_seed(seed + 1)
         self.case = case
         self.setting = setting
-        self.inputs = case.inputs(setting, dtype, seed)
+        self.inputs = {n: x.to(device) for n, x in case.inputs(setting, dtype, seed).items()}
         shape = case.state_shape(setting)
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.initial = (
-            torch.randn(shape, generator=g, dtype=torch.float64).abs().to(state_dtype)
-            if setting.states
-            else None
-        )
+        states = torch.randn(shape, generator=g, dtype=torch.float64).abs()
+        self.initial = states.to(device, state_dtype) if setting.states else None
         s = setting
-        self.d_o = torch.randn(s.batch, s.length, s.heads, s.value_dim, generator=g).to(dtype)
-        self.d_final = torch.randn(shape, generator=g).to(state_dtype)
-        self.cu_seqlens = None if s.cu_seqlens is None else torch.tensor(s.cu_seqlens)
+        self.d_o = torch.randn(s.batch, s.length, s.heads, s.value_dim, generator=g).to(
+            device, dtype
+        )
+        self.d_final = torch.randn(shape, generator=g).to(device, state_dtype)
+        self.cu_seqlens = (
+            None if s.cu_seqlens is None else torch.tensor(s.cu_seqlens, device=device)
+        )
 
     def solve(self, operator: Callable[..., Any], **options: Any) -> Results:
         """Run an operator on the whole sequence; return outputs, final state and gradients."""
