@@ -18,6 +18,8 @@ from zeco.testing.conformance import Problem, relative_errors
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 METHODS = ("zeco", "lasp1", "lasp2", "ulysses")
 
+WIDTH = 180
+
 BOUNDS = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}
 """Largest relative errors against one rank and against the fp64 oracle."""
 
@@ -46,6 +48,8 @@ def run(given: Sequence[str]) -> int:
     settings = list(SETTINGS) if arguments.settings == ["all"] else arguments.settings
     _known("setting", settings, SETTINGS)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # a pipe has no width of its own, and the tables need one
     failed = 0
     worst: dict[str, float] = {}
     for name in arguments.operators or CASES:

@@ -8,13 +8,14 @@ stream and the host never waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from zeco.collectives.stream import StreamTask
 from zeco.collectives.transport import Message, Request, Task, Transport
 from zeco.collectives.worker import Worker, WorkerTask
 from zeco.core.costs import NVLINK_BY_NCCL
@@ -60,6 +61,7 @@ class ProcessGroupTransport(Transport):
         self._store = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self._name = f"zeco/failed/{group.group_name}"
         self._stream: torch.cuda.Stream | None = None
+        self._flying: list[StreamTask[Any]] = []
         backend = dist.get_backend(group)
         self._carries_cuda = "nccl" in backend
         self._carries_cpu = "gloo" in backend or "mpi" in backend
@@ -129,11 +131,14 @@ class ProcessGroupTransport(Transport):
     def submit(self, program: Callable[[], ResultT]) -> Task[ResultT]:
         if not self._carries_cuda:
             return self._worker.submit(WorkerTask(program, self))
-        from zeco.collectives.stream import StreamTask
-
         if self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
-        return StreamTask(program, self._stream)
+        task = StreamTask(program, self._stream)
+        # Not every scan is waited for. What it reads was allocated on another stream, which would
+        # use the memory again as soon as nobody here holds it.
+        self._flying = [t for t in self._flying if not t.has_ended()]
+        self._flying.append(task)
+        return task
 
     def post_failure(self, number: int, message: str) -> None:
         self._store.set(f"{self._name}/{number}", f"rank {self.rank} raised {message}")

@@ -14,6 +14,7 @@ from zeco.core.blocks import make_algebra
 from zeco.core.costs import Plan, choose_plan
 from zeco.core.errors import ArgumentError
 from zeco.core.maps import AffineMap
+from zeco.core.precision import true_fp32
 from zeco.core.schedule import build_schedule
 from zeco.core.transitions import Reset
 
@@ -80,7 +81,7 @@ def start_scan(
     transport.ledger.count_scan(purpose)
 
     def program() -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), true_fp32(own.update.device):
             return execution.run()
 
     if local_pass is not None:

@@ -28,6 +28,10 @@ class StreamTask(Generic[ResultT]):
         self._ended = torch.cuda.Event()
         self._ended.record(stream)
 
+    def has_ended(self) -> bool:
+        """Whether the GPU is through with the program."""
+        return self._ended.query()
+
     def wait(self) -> ResultT:
         """Make the current stream wait for the program; return its result."""
         current = torch.cuda.current_stream()

@@ -119,7 +119,8 @@ class Transport(ABC):
         thread runs collectives, and these have no tags that would keep them apart.
         """
         found = [
-            tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)
+            tensor if peer == self.rank else tensor.new_empty(tensor.shape)
+            for peer in range(self.size)
         ]
         others = [peer for peer in range(self.size) if peer != self.rank]
         sends = [Message(tensor, peer, tag) for peer in others]

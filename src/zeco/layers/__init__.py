@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeco.layers.attention import SoftmaxAttention
 from zeco.layers.convolution import ShortConvolution
 from zeco.layers.deltanet import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from zeco.layers.gla import GatedLinearAttention
@@ -31,4 +32,5 @@ __all__ = [
     "MixerState",
     "MultiScaleRetention",
     "ShortConvolution",
+    "SoftmaxAttention",
 ]

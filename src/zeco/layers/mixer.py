@@ -20,9 +20,10 @@ class MixerState(NamedTuple):
     """All that a mixer keeps of the tokens before.
 
     Attributes:
-        recurrent: the operator's state, [B, H, K, V], or one for each packed document.
+        recurrent: the operator's state, [B, H, K, V], or one for each packed document. Softmax
+            attention keeps its tokens' keys and values here, [B, Hkv, S, K + V].
         histories: of every convolution and token shift, in the order of the calls, its last tokens
-            [B, reach, D].
+            [B, reach, D]. Softmax attention keeps the number of its tokens here, [B].
     """
 
     recurrent: Tensor
@@ -81,25 +82,30 @@ class Call:
         """Keep the operator's final state."""
         self._recurrent = final_state
 
+    @property
+    def recurrent(self) -> Tensor | None:
+        """What `keep` kept in the call before."""
+        return None if self._state is None else self._state.recurrent
+
     def convolve(self, convolution: ShortConvolution, x: Tensor) -> Tensor:
         """Convolve [B, T, D], continuing from this call's state."""
         y, leaving = convolution(
             x,
             sp=self.sp,
             cu_seqlens=self.cu_seqlens,
-            state=self._next_history(),
+            state=self.take_history(),
             output_state=self.output_state,
         )
         if leaving is not None:
-            self._histories.append(leaving)
+            self.keep_history(leaving)
         return y
 
     def look_back(self, x: Tensor, reach: int) -> History:
         """Put the tokens before them in front of tokens [B, T, D], continuing from the state."""
         history = read_history(
-            x, reach, sp=self.sp, cu_seqlens=self.cu_seqlens, state=self._next_history()
+            x, reach, sp=self.sp, cu_seqlens=self.cu_seqlens, state=self.take_history()
         )
-        self._histories.append(history.leaving)
+        self.keep_history(history.leaving)
         return history
 
     def position_ids(self, x: Tensor) -> Tensor:
@@ -128,7 +134,12 @@ class Call:
             raise RuntimeError("a mixer did not keep its operator's final state")
         return MixerState(self._recurrent, tuple(self._histories))
 
-    def _next_history(self) -> Tensor | None:
+    def keep_history(self, leaving: Tensor) -> None:
+        """Keep what `take_history` returns, in the same order, in the next call."""
+        self._histories.append(leaving)
+
+    def take_history(self) -> Tensor | None:
+        """Return the next of the state's histories; None where the sequence starts."""
         if self._state is None:
             return None
         if self._num_read == len(self._state.histories):

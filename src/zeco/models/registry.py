@@ -18,6 +18,7 @@ from zeco.layers import (
     Mamba2,
     Mixer,
     MultiScaleRetention,
+    SoftmaxAttention,
 )
 
 
@@ -73,6 +74,8 @@ def _lightning(place: Place) -> Mixer:
 
 
 MIXERS: dict[str, Callable[[Place], Mixer]] = {
+    # Softmax layers of hybrids have no convolution.
+    "attention": lambda place: SoftmaxAttention(place.width, place.num_heads),
     "deltanet": _plain(DeltaNet),
     "gated_deltanet": _plain(GatedDeltaNet),
     "gla": _plain(GatedLinearAttention),

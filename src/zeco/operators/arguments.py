@@ -20,6 +20,8 @@ _COMMON = """initial_state: state [B, H, K, V] before the first token, or with `
         output_final_state: whether to return the state after the last token; differentiable.
         cu_seqlens: boundaries [N+1] of packed documents, int32 or int64, 0 first, the total
             length last, counted over all ranks; needs B = 1.
+        bidirectional: whether to read the sequence from both ends, for encoders, which goes without
+            states; `zeco.operators.bidirectional` has the formula, token by token.
         sp: the sequence-parallel context, when the sequence is split over ranks; the tensors are
             then this rank's part. None: the sequence lies whole on this device.
         backend: ``"auto"`` or the name of an implementation.

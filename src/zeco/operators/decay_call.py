@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import check_heads, check_inputs, check_log_decay, repeat_heads
 from zeco.operators.backends import choose_backend
+from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay import DecayOperator, Kind
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange
@@ -28,6 +31,7 @@ def run_decay(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    bidirectional: bool,
     sp: Exchange | None,
     backend: str,
     strict: bool = False,
@@ -46,6 +50,7 @@ def run_decay(
         initial_state: see the public operators.
         output_final_state: see the public operators.
         cu_seqlens: see the public operators.
+        bidirectional: see the public operators.
         sp: see the public operators.
         backend: see the public operators.
         strict: whether queries read the state before their own token.
@@ -80,11 +85,40 @@ def run_decay(
         backend=choose_backend(name, backend, q.device, OFFERED),
         strict=strict,
     )
+    inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g)
+    if bidirectional:
+        check_stateless(name, initial_state, output_final_state)
+        return _from_both_ends(operator, inputs, cu_seqlens, sp), None
     return run_operator(
         operator,
-        (repeat_heads(q, H), repeat_heads(k, H), v, g),
+        inputs,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        sp=sp,
+    )
+
+
+def _from_both_ends(
+    operator: DecayOperator,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    cu_seqlens: Tensor | None,
+    sp: Exchange | None,
+) -> Tensor:
+    """Run both directions; from the end, queries read what comes after their own token.
+
+    That pass is strict, so that a token counts once. Strict queries read the state before their own
+    token's decay; unless the operator is strict itself they apply that decay here.
+    """
+    q, k, v, g = inputs
+    if g is not None and not operator.strict:
+        decay = g.exp() if g.ndim == q.ndim else g.exp().unsqueeze(-1)
+        q = q.to(state_dtype(q, g)) * decay
+    return run_both_directions(
+        operator,
+        inputs,
+        backward=replace(operator, strict=True),
+        backward_inputs=(q, k, v, g),
         cu_seqlens=cu_seqlens,
         sp=sp,
     )

@@ -14,6 +14,7 @@ from zeco.core.documents import Pieces
 from zeco.core.errors import ArgumentError
 from zeco.operators.arguments import check_heads, check_inputs, check_log_decay, repeat_heads
 from zeco.operators.backends import choose_backend
+from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
 from zeco.operators.delta_core import Exact
@@ -128,6 +129,7 @@ def run_delta_rule(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    bidirectional: bool,
     use_qk_l2norm_in_kernel: bool,
     sp: Exchange | None,
     backend: str,
@@ -146,6 +148,7 @@ def run_delta_rule(
         initial_state: see the public operators.
         output_final_state: see the public operators.
         cu_seqlens: see the public operators.
+        bidirectional: see the public operators.
         use_qk_l2norm_in_kernel: see the public operators.
         sp: see the public operators.
         backend: see the public operators.
@@ -170,9 +173,13 @@ def run_delta_rule(
         sizes["K"] ** -0.5 if scale is None else float(scale),
         backend=choose_backend(name, backend, q.device, OFFERED),
     )
+    inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g, repeat_heads(beta, H))
+    if bidirectional:
+        check_stateless(name, initial_state, output_final_state)
+        return run_both_directions(operator, inputs, cu_seqlens=cu_seqlens, sp=sp), None
     return run_operator(
         operator,
-        (repeat_heads(q, H), repeat_heads(k, H), v, g, repeat_heads(beta, H)),
+        inputs,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError
+from zeco.core.precision import true_fp32
 from zeco.core.shapes import state_dtype
 from zeco.operators.segment import (
     Exchange,
@@ -39,6 +40,10 @@ class SingleDevice:
 
     def report_failure(self, error: BaseException) -> None:
         """Do nothing: no other rank waits."""
+
+    def mirrored(self) -> SingleDevice:
+        """Return this: reversed, the sequence lies whole on this device too."""
+        return self
 
     def is_first(self) -> bool:
         """Return True: the sequence starts here."""
@@ -81,7 +86,7 @@ class SingleDevice:
 class SegmentFunction(torch.autograd.Function):
     """Outputs and finals of an operator call, differentiable in inputs and initial states.
 
-    Autocast is off inside: states and gates keep their own dtype.
+    Autocast and TF32 are off inside: states and gates keep their own precision.
     """
 
     @staticmethod
@@ -96,7 +101,7 @@ class SegmentFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Run the exchange's forward."""
         segments = _segments(operator, inputs, slots)
-        with _reported(exchange), torch.autocast(initial.device.type, enabled=False):
+        with _reported(exchange), _own_precision(initial.device):
             found = exchange.forward(segments, initial, _split_initials(initials, slots))
         ctx.operator, ctx.exchange, ctx.slots = operator, exchange, slots
         ctx.save_for_backward(initials, *found.entering, *inputs)
@@ -110,7 +115,7 @@ class SegmentFunction(torch.autograd.Function):
         slots: tuple[Pieces, ...] = ctx.slots
         initials, *rest = ctx.saved_tensors
         entering, inputs = rest[: len(slots)], tuple(rest[len(slots) :])
-        with _reported(exchange), torch.autocast(d_o.device.type, enabled=False):
+        with _reported(exchange), _own_precision(d_o.device):
             found = exchange.backward(
                 _segments(ctx.operator, inputs, slots),
                 entering,
@@ -148,6 +153,13 @@ def _split_initials(initials: Tensor | None, slots: tuple[Pieces, ...]) -> Seque
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+@contextmanager
+def _own_precision(device: torch.device) -> Generator[None]:
+    """Keep autocast and TF32 away from states and gates."""
+    with torch.autocast(device.type, enabled=False), true_fp32(device):
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ def gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,6 +55,7 @@ def gla(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bidirectional=bidirectional,
         sp=sp,
         backend=backend,
     )

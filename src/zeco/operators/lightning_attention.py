@@ -22,6 +22,7 @@ def lightning_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -50,6 +51,7 @@ def lightning_attention(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bidirectional=bidirectional,
         sp=sp,
         backend=backend,
     )

@@ -23,6 +23,7 @@ def retention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -55,6 +56,7 @@ def retention(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bidirectional=bidirectional,
         sp=sp,
         backend=backend,
     )

@@ -25,6 +25,7 @@ def rwkv6(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -64,6 +65,7 @@ def rwkv6(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bidirectional=bidirectional,
         sp=sp,
         backend=backend,
         strict=True,

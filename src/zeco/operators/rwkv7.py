@@ -18,6 +18,7 @@ from zeco.operators.arguments import (
     repeat_heads,
 )
 from zeco.operators.backends import choose_backend
+from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, causal_scores, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
 from zeco.operators.delta_call import OFFERED
@@ -134,6 +135,7 @@ def rwkv7(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -172,9 +174,13 @@ def rwkv7(
         backend=choose_backend("rwkv7", backend, r.device, OFFERED),
     )
     r, w, k, a, b = (repeat_heads(x, H) for x in keyed.values())
+    inputs = (r, w, k, v, a, b)
+    if bidirectional:
+        check_stateless("rwkv7", initial_state, output_final_state)
+        return run_both_directions(operator, inputs, cu_seqlens=cu_seqlens, sp=sp), None
     return run_operator(
         operator,
-        (r, w, k, v, a, b),
+        inputs,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

@@ -227,6 +227,10 @@ class Exchange(Protocol):
         """Tell the other ranks that this one raised, so that none waits for it."""
         ...
 
+    def mirrored(self) -> Exchange:
+        """Return the exchange of the reversed sequence, each rank's tokens reversed where they are."""
+        ...
+
     def is_first(self) -> bool:
         """Whether the sequence starts on this rank, so that ``initial`` is used here."""
         ...

@@ -24,6 +24,7 @@ def ssd(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    bidirectional: bool = False,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -72,6 +73,7 @@ def ssd(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bidirectional=bidirectional,
         sp=sp,
         backend=backend,
         names=("C", "B", "x", "dt"),

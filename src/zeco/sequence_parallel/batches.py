@@ -187,7 +187,7 @@ class _FromRankFunction(torch.autograd.Function):
             sends = [Message(x, peer, tag) for peer in others]
             wait_all(transport.exchange(sends, [], "final state"))
             return x.clone()
-        found = torch.empty_like(x)
+        found = x.new_empty(x.shape)
         wait_all(transport.exchange([], [Message(found, source, tag)], "final state"))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zeco.collectives.agreement import check_agreement
 from zeco.collectives.groups import Group, transport_of
 from zeco.collectives.ledger import Ledger
+from zeco.collectives.mirrored import MirroredTransport
 from zeco.collectives.recompute import take_slot
 from zeco.core.costs import explain_plan
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
@@ -91,6 +93,7 @@ class SequenceParallel:
             what = "slot" if zigzag else "rank"
             self.shard_sizes = check_shard_sizes(shard_sizes, self.num_slots, what)
         self.check = _debugging() if check is None else check
+        self._is_mirrored = False
 
     @property
     def rank(self) -> int:
@@ -120,7 +123,7 @@ class SequenceParallel:
     def sizes(self, total: int) -> tuple[int, ...]:
         """Return the tokens of each rank, or slot, of a sequence of ``total``."""
         if self.shard_sizes is None:
-            return default_shard_sizes(total, self.num_slots)
+            return self._default_sizes(total, self.num_slots)
         if sum(self.shard_sizes) != total:
             raise ArgumentError(
                 f"shard_sizes={self.shard_sizes} sum to {sum(self.shard_sizes)}, but the sequence "
@@ -183,6 +186,20 @@ class SequenceParallel:
 
     # What follows is the exchange that operators see: `zeco.operators.segment.Exchange`.
 
+    def mirrored(self) -> SequenceParallel:
+        """Return the context of the reversed sequence, each rank's tokens reversed where they are.
+
+        A contiguous sequence then starts on the last rank; in the layout "zigzag" every rank's two
+        slots have changed places.
+        """
+        mirror = copy.copy(self)
+        if self.layout == "contiguous" and self.size > 1:
+            mirror.transport = MirroredTransport(self.transport)
+        if self.shard_sizes is not None:
+            mirror.shard_sizes = self.shard_sizes[::-1]
+        mirror._is_mirrored = not self._is_mirrored
+        return mirror
+
     def is_first(self) -> bool:
         """Whether the sequence starts on this rank."""
         return self.rank == 0
@@ -205,7 +222,7 @@ class SequenceParallel:
         slots = self.slots_of(self.rank)
         if cu_seqlens is None:
             if self.shard_sizes is None:
-                return tuple(whole(n) for n in default_shard_sizes(num_tokens, len(slots)))
+                return tuple(whole(n) for n in self._default_sizes(num_tokens, len(slots)))
             sizes = [self.shard_sizes[slot] for slot in slots]
             if num_tokens != sum(sizes):
                 raise ArgumentError(
@@ -264,6 +281,10 @@ class SequenceParallel:
     ) -> list[Gradients]:
         """Return all gradients, slot by slot."""
         return self.method.backward(self.transport, segments, entering, initials, d_o, d_finals)
+
+    def _default_sizes(self, total: int, num_slots: int) -> tuple[int, ...]:
+        sizes = default_shard_sizes(total, num_slots)
+        return sizes[::-1] if self._is_mirrored else sizes
 
     def _check_call(self, segment: Segment, initial: Tensor) -> None:
         fields: dict[str, object] = {

@@ -35,6 +35,8 @@ def halos(
     Returns:
         For each slot [B, reach, ...], older tokens first.
     """
+    if sp is not None and sp.method_name == "local":
+        return _zeros_but_at_the_start(x, len(sizes), reach, sp, initial)
     transport = SingleTransport() if sp is None else sp.transport
     lefts: list[Tensor] = []
     before = initial
@@ -44,3 +46,12 @@ def halos(
         before = torch.cat([left, part], 1)[:, part.shape[1] :]
         lefts.append(left)
     return lefts
+
+
+def _zeros_but_at_the_start(
+    x: Tensor, num_slots: int, reach: int, sp: SequenceParallel, initial: Tensor | None
+) -> list[Tensor]:
+    """Return the halos of the method that exchanges nothing."""
+    zeros = x.new_zeros(x.shape[0], reach, *x.shape[2:])
+    first = initial if initial is not None and sp.is_first() else zeros
+    return [first if slot == 0 else zeros for slot in range(num_slots)]

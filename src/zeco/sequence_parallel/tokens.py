@@ -52,7 +52,7 @@ def place_in(wanted: Sequence[Span], token: int) -> int:
     >>> place_in([(2, 5), (7, 9)], 8)
     4
     """
-    at = max(0, bisect_right(wanted, (token, -1)) - 1)
+    at = max(0, bisect_right(wanted, token, key=lambda span: span[0]) - 1)
     before = sum(stop - start for start, stop in wanted[:at])
     return before + token - wanted[at][0]
 
