@@ -81,6 +81,10 @@ class DecayOperator:
 
     def segment(self, inputs: Inputs, pieces: Pieces) -> Segment:
         """Return the call of this operator on a rank's tokens."""
+        if self.backend == "triton":
+            from zeco.operators.triton_decay import TritonDecaySegment
+
+            return TritonDecaySegment(self, inputs, pieces)
         return DecaySegment(self, inputs, pieces)
 
 

@@ -15,8 +15,9 @@ from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay import DecayOperator, Kind
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange
+from zeco.operators.triton_decay import why_not_triton
 
-OFFERED = ("torch",)
+OFFERED = ("torch", "triton")
 
 
 def run_decay(
@@ -78,11 +79,20 @@ def run_decay(
             )
         check_log_decay(name, names[3], g, sp)
         g = repeat_heads(g, H)
+    offered = OFFERED
+    if backend == "auto" and why_not_triton(
+        sizes["K"],
+        sizes["V"],
+        *(None if x is None else x.dtype for x in (q, k, v, g)),
+        strict=strict or bidirectional,
+        packed=cu_seqlens is not None,
+    ):
+        offered = ("torch",)
     operator = DecayOperator(
         name,
         kind,
         sizes["K"] ** -0.5 if scale is None else float(scale),
-        backend=choose_backend(name, backend, q.device, OFFERED),
+        backend=choose_backend(name, backend, q.device, offered),
         strict=strict,
     )
     inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g)

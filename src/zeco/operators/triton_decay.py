@@ -17,9 +17,11 @@ from zeco.core.transitions import Diagonal, Identity, Scalar, Transition
 from zeco.operators.segment import Gradients, Inputs, Segment
 
 if TYPE_CHECKING:
-    from zeco.kernels.decay import Chunks, Plan, States
+    from zeco.kernels.decay import Chunks, States
+    from zeco.kernels.decay_plan import Plan
 
 _MAX_DIM = 256
+_MAX_DIM_FP32 = 128
 
 
 class DecayOptions(Protocol):
@@ -46,15 +48,13 @@ class DecayOptions(Protocol):
         ...
 
 
-def why_not_triton(
-    K: int, V: int, *dtypes: torch.dtype | None, strict: bool, packed: bool
-) -> str | None:
+def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None, strict: bool, packed: bool) -> str | None:
     """Return why the kernels don't take a call of the decay family; None if they do.
 
     Args:
         K: key dim.
         V: value dim.
-        dtypes: of the inputs.
+        dtypes: of q, k and v.
         strict: whether queries read the state before their own token.
         packed: whether documents are packed (``cu_seqlens``).
     """
@@ -64,8 +64,9 @@ def why_not_triton(
         return "packed documents (cu_seqlens) aren't in the kernels yet"
     if torch.float64 in dtypes:
         return "the kernels don't compute in float64"
-    if K % 8 or V % 8 or not 0 < K <= _MAX_DIM or not 0 < V <= _MAX_DIM:
-        return f"K={K} and V={V} must both be multiples of 8 up to {_MAX_DIM}"
+    most = _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
+    if K % 8 or V % 8 or not 0 < K <= most or not 0 < V <= most:
+        return f"K={K} and V={V} must both be multiples of 8 up to {most} with these dtypes"
     return None
 
 
@@ -77,7 +78,9 @@ class TritonDecaySegment(Segment):
         self.operator = operator
         q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
         packed = pieces.resets or pieces.before is not None
-        dtypes = tuple(None if x is None else x.dtype for x in inputs)
+        dtypes = (q.dtype, k.dtype, v.dtype)
+        if g is not None and g.dtype == torch.float64:
+            dtypes = (*dtypes, g.dtype)
         reason = why_not_triton(
             k.shape[3], v.shape[3], *dtypes, strict=operator.strict, packed=packed
         )
@@ -88,7 +91,9 @@ class TritonDecaySegment(Segment):
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         self.q, self.k, self.v = (_ready(x.to(dtype)) for x in (q, k, v))
         # The kernels take the scale's logarithm.
-        self.scale, self.sign = (operator.scale, 1.0) if operator.scale > 0 else (1.0, operator.scale)
+        self.scale, self.sign = (
+            (operator.scale, 1.0) if operator.scale > 0 else (1.0, operator.scale)
+        )
         if self.sign != 1.0:
             self.q = self.q * self.sign
         self.g = _ready(self._gates(g, k))
@@ -114,7 +119,7 @@ class TritonDecaySegment(Segment):
     def plan(self) -> Plan:
         """Sizes and launch settings."""
         if self._plan is None:
-            from zeco.kernels.decay import make_plan
+            from zeco.kernels.decay_plan import make_plan
 
             self._plan = make_plan(self.q, self.v, self.g)
         return self._plan
@@ -181,6 +186,7 @@ class TritonDecaySegment(Segment):
             self.q,
             self.k,
             self.v,
+            self.g,
             scale=self.scale,
             states=states,
             chunks=chunks,

@@ -1,0 +1,252 @@
+"""Launchers of the diagonal decay family: one function a pass; see `zeco.kernels.decay_plan` for sizes.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ         o_t = scale · S_tᵀ q_t
+
+q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K] (natural logarithms, <= 0), states [B, H, K, V] in
+fp32. No autograd and no communication: a caller may compute anything between the passes. The
+chunkwise form is that of GLA (Yang et al., arXiv:2312.06635, section 4); the cut into segments, the
+scaling around a chunk's middle and the gates' gradient are this package's.
+"""
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zeco.kernels.decay_pairs import strong_pairs_fwd_kernel
+from zeco.kernels.decay_plan import Plan
+from zeco.kernels.decay_state import segment_scan_kernel, state_fwd_kernel
+from zeco.kernels.decay_walk import output_walk_kernel
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """What the state pass learns about the gates of each chunk, in base 2.
+
+    Attributes:
+        total: total log decay [B·H, N, K].
+        ratio: what a state is scaled by between a chunk and the next [B·H, N, K].
+        strong: whether any channel is strong [B·H, N].
+        gates: the gates as later passes read them: g, or a copy in fp16.
+        form: how they are summed; see `zeco.kernels.gate_sums.read_gates`.
+    """
+
+    total: Tensor
+    ratio: Tensor
+    strong: Tensor
+    gates: Tensor
+    form: int
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """States at the boundaries of segments, from a zero start, for one direction of time.
+
+    Attributes:
+        states: [S+1, B·H, K, V].
+        passed: base-2 log decay from the start of the walk [S+1, B·H, K].
+        own: the rank's own state [B, H, K, V]: the update, or the adjoint's.
+        log_decay: the rank's total log decay [B, H, K].
+    """
+
+    states: Tensor
+    passed: Tensor
+    own: Tensor
+    log_decay: Tensor
+
+
+def describe(x: Tensor, tokens: int, width: int) -> TensorDescriptor:
+    """Return the descriptor of blocks [tokens, width] of one head of x [B, T, H, D]."""
+    if x.stride(3) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+        x = x.contiguous()
+    B, T, H, D = x.shape
+    b, t, h, _ = x.stride()
+    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, tokens, width])
+
+
+def state_pass(plan: Plan, k: Tensor, v: Tensor, g: Tensor) -> tuple[States, Chunks]:
+    """Return the states of a walk forwards in time and what the gates are like."""
+    return _states(plan, k, v, g, scale=1.0, adjoint=False)
+
+
+def adjoint_state_pass(
+    plan: Plan, q: Tensor, d_o: Tensor, g: Tensor, *, scale: float
+) -> tuple[States, Chunks]:
+    """Return the adjoint states of a walk backwards in time, and what the gates are like."""
+    return _states(plan, q, d_o, g, scale=scale, adjoint=True)
+
+
+def _states(
+    plan: Plan, x: Tensor, y: Tensor, g: Tensor, *, scale: float, adjoint: bool
+) -> tuple[States, Chunks]:
+    heads, S, N, K, V = plan.heads, plan.num_segments, plan.num_chunks, plan.K, plan.V
+    fp32 = {"dtype": torch.float32, "device": x.device}
+    bk, bv = min(plan.block_k, 128), min(plan.block_v, 128)
+    k_blocks, v_blocks = -(-K // bk), -(-V // bv)
+    updates, decays = torch.empty(heads, S, K, V, **fp32), torch.empty(heads, S, K, **fp32)
+    copy = plan.form == 2
+    flags = torch.empty if k_blocks == 1 else torch.zeros
+    chunks = Chunks(
+        total=torch.empty(heads, N, K, **fp32),
+        ratio=torch.empty(heads, N, K, **fp32),
+        strong=flags(heads, N, dtype=torch.int32, device=x.device),
+        gates=torch.empty(g.shape, dtype=torch.float16, device=g.device) if copy else g,
+        form=3 if copy else plan.form,
+    )
+    state_fwd_kernel[(heads * S * k_blocks * v_blocks,)](
+        describe(x, plan.chunk, bk),
+        describe(y, plan.chunk, bv),
+        describe(g, plan.chunk, bk),
+        describe(chunks.gates, plan.chunk, bk),
+        updates,
+        decays,
+        chunks.total,
+        chunks.ratio,
+        chunks.strong,
+        scale,
+        plan.H,
+        N,
+        S,
+        plan.chunks_per_segment,
+        K=K,
+        V=V,
+        C=plan.chunk,
+        BK=bk,
+        BV=bv,
+        FORM=plan.form,
+        EXACT=plan.exact,
+        LIMIT=plan.limit,
+        ADJOINT=adjoint,
+        COPY=copy,
+        STAGES=plan.state_stages,
+        num_warps=plan.num_warps,
+    )
+    states, passed = torch.empty(S + 1, heads, K, V, **fp32), torch.empty(S + 1, heads, K, **fp32)
+    log_decay = torch.empty(plan.B, plan.H, K, **fp32)
+    rows, cols = 16, min(64, plan.block_v)
+    segment_scan_kernel[(heads * -(-K // rows) * -(-V // cols),)](
+        updates,
+        decays,
+        states,
+        passed,
+        log_decay,
+        heads,
+        S,
+        K=K,
+        V=V,
+        BK=rows,
+        BV=cols,
+        ADJOINT=adjoint,
+        num_warps=4,
+    )
+    own = states[0 if adjoint else S].view(plan.B, plan.H, K, V)
+    return States(states, passed, own, log_decay), chunks
+
+
+def output_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    states: States,
+    chunks: Chunks,
+    entering: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [B, T, H, V] and the state that leaves, given the one that enters."""
+    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
+    bk, bv = pair_blocks(plan, plan.pair_width)
+    num_runs, run = runs(plan)
+    strong_pairs_fwd_kernel[(plan.heads * num_runs,)](
+        describe(q, plan.chunk, bk),
+        describe(k, plan.chunk, bk),
+        describe(v, plan.chunk, bv),
+        describe(g, plan.chunk, bk),
+        describe(o, plan.chunk, bv),
+        chunks.strong,
+        scale,
+        plan.H,
+        plan.num_chunks,
+        num_runs,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        LEVELS=plan.chunk.bit_length() - 1,
+        BK=bk,
+        BV=bv,
+        RUN=run,
+        FORM=plan.form,
+        EXACT=plan.exact,
+        num_warps=4,
+        num_stages=1,
+    )
+    return o, leaving
+
+
+def pair_blocks(plan: Plan, width: int) -> tuple[int, int]:
+    """Return key and value channels a step of a pairs' kernel."""
+    return min(plan.block_k, width), min(plan.block_v, width)
+
+
+def runs(plan: Plan) -> tuple[int, int]:
+    """Return into how many programs a head's chunks go for the pairs, and chunks a program."""
+    run = 8
+    return -(-plan.num_chunks // run), run
+
+
+def walk(
+    plan: Plan,
+    x: Tensor,
+    z: Tensor,
+    y: Tensor,
+    out: Tensor,
+    scale: float,
+    states: States,
+    chunks: Chunks,
+    entering: Tensor,
+    *,
+    reverse: bool,
+) -> Tensor:
+    """Launch the output walk; return the state at its far edge."""
+    edge = torch.empty_like(states.own)
+    bk, bv = plan.block_k, plan.split_v
+    output_walk_kernel[(plan.heads * plan.num_segments * -(-plan.V // bv),)](
+        describe(x, plan.chunk, bk),
+        describe(z, plan.chunk, bk),
+        describe(y, plan.chunk, bv),
+        describe(chunks.gates, plan.chunk, bk),
+        describe(out, plan.chunk, bv),
+        chunks.total,
+        chunks.ratio,
+        chunks.strong,
+        states.states,
+        states.passed,
+        entering,
+        edge,
+        math.log2(scale),
+        plan.H,
+        plan.heads,
+        plan.num_chunks,
+        plan.num_segments,
+        plan.chunks_per_segment,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        BK=bk,
+        BV=bv,
+        FORM=chunks.form,
+        EXACT=plan.exact,
+        LIMIT=plan.limit,
+        REVERSE=reverse,
+        STAGES=plan.walk_stages,
+        num_warps=plan.num_warps,
+    )
+    return edge

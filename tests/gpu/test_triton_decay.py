@@ -1,0 +1,101 @@
+"""The Triton kernels of the decay family on a GPU, against the recurrence in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Between the passes, gates are kept in fp16: at a decay of exp(-20) that is up to 1% of its gradient.
+BOUNDS = {torch.bfloat16: 1.5e-2, torch.float16: 8e-3, torch.float32: 2e-5}
+GATES = {"none": 0.0, "weak": -0.1, "medium": -1.0, "strong": -20.0, "mixed": None}
+
+
+def make_gates(kind, size, dtype):
+    if GATES[kind] is None:
+        factors = torch.tensor([0.0, 0.1, 3.0, 30.0], device="cuda")
+        g = -torch.rand(size, device="cuda")
+        return (g * factors[torch.randint(0, 4, size, device="cuda")]).to(dtype)
+    return (GATES[kind] * (0.5 + torch.rand(size, device="cuda"))).to(dtype)
+
+
+def relative(found, expected):
+    return float((found.double() - expected).norm() / (expected.norm() + 1e-30))
+
+
+def run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options):
+    from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
+    from zeco.kernels.decay_gradients import gradient_passes
+    from zeco.kernels.decay_plan import make_plan
+
+    plan = make_plan(q, v, g, **options)
+    states, chunks = state_pass(plan, k, v, g)
+    o, leaving = output_pass(
+        plan, q, k, v, g, scale=scale, states=states, chunks=chunks, entering=entering
+    )
+    adjoints, _ = adjoint_state_pass(plan, q, d_o, g, scale=scale)
+    found = gradient_passes(
+        plan, q, k, v, g, d_o, scale=scale, states=states, adjoints=adjoints, chunks=chunks,
+        entering=entering, d_leaving=d_leaving,
+    )  # fmt: skip
+    return {
+        "o": o, "final": leaving, "dq": found.q, "dk": found.k, "dv": found.v, "dg": found.g,
+        "d_initial": found.entering,
+    }  # fmt: skip
+
+
+def check(B, T, H, K, V, dtype, gates, gate_dtype=torch.float32, **options):
+    from zeco.operators.oracle import recurrence
+
+    pytest.importorskip("triton")
+    q, k = (torch.randn(B, T, H, K, device="cuda").to(dtype) for _ in range(2))
+    v, d_o = (torch.randn(B, T, H, V, device="cuda").to(dtype) for _ in range(2))
+    g = make_gates(gates, (B, T, H, K), gate_dtype)
+    entering, d_leaving = (torch.randn(B, H, K, V, device="cuda") for _ in range(2))
+    scale = K**-0.5
+    leaves = [x.double().requires_grad_() for x in (q, k, v, g, entering)]
+    o, final = recurrence(*leaves[:4], scale=scale, initial_state=leaves[4])
+    grads = torch.autograd.grad((o, final), leaves, (d_o.double(), d_leaving.double()))
+    expected = dict(
+        zip(
+            ("o", "final", "dq", "dk", "dv", "dg", "d_initial"),
+            (o.detach(), final.detach(), *grads),
+            strict=True,
+        )
+    )
+    found = run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options)
+    errors = {name: relative(found[name], expected[name]) for name in expected}
+    assert all(e < BOUNDS[dtype] for e in errors.values()), errors
+    return errors
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_right_for_every_decay(dtype, gates):
+    print(dtype, gates, check(1, 300, 2, 128, 128, dtype, gates))
+
+
+@pytest.mark.parametrize("gates", ["weak", "mixed"])
+def test_gates_in_bf16(gates):
+    print(gates, check(1, 300, 2, 128, 128, torch.bfloat16, gates, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 128, 128), (2, 100, 3, 64, 64), (2, 130, 2, 96, 40), (1, 200, 1, 256, 256),
+        (1, 200, 2, 128, 256), (1, 200, 2, 256, 64), (1, 70, 1, 8, 16), (1, 64, 1, 16, 200),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_right_for_every_shape(shape):
+    print(shape, check(*shape, torch.bfloat16, "weak"))
+
+
+@pytest.mark.parametrize("shape", [(2, 100, 2, 64, 40), (1, 100, 1, 24, 128)], ids=str)
+def test_other_shapes_in_fp32(shape):
+    print(shape, check(*shape, torch.float32, "mixed"))
