@@ -207,3 +207,16 @@ def test_explain_names_the_choice_first():
 def test_nodes_that_do_not_add_up():
     with pytest.raises(zeco.ZecoError, match="must be the ranks on each node"):
         zeco.SequenceParallel(nodes=(2, 2))
+
+
+def test_ulysses_takes_shards_of_any_size_without_being_told():
+    x = inputs()
+    cuts = [0, 50, 70]
+
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group, method="ulysses")
+        mine = {n: t[:, cuts[sp.rank] : cuts[sp.rank + 1]] for n, t in x.items()}
+        return zeco.ops.gla(**mine, sp=sp)[0]
+
+    found = torch.cat(run_ranks(2, rank_function, timeout_s=20), 1)
+    torch.testing.assert_close(found, zeco.ops.gla(**x)[0], rtol=1e-4, atol=1e-4)

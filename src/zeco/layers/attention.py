@@ -13,7 +13,7 @@ from zeco.sequence_parallel.attention import PastKeys, attention, extend_past
 
 
 class SoftmaxAttention(Mixer):
-    """Causal grouped-query attention with rotary positions.
+    """Grouped-query attention with rotary positions, causal but in encoders.
 
         q, k, v = W x       o_t = Σ_{j ≤ t} softmax_j(K^-½ · R_t q_t · R_j k_j) v_j       y = W_o o
 
@@ -81,6 +81,7 @@ class SoftmaxAttention(Mixer):
             q,
             k,
             v,
+            causal=not call.bidirectional,
             window=self.window,
             cu_seqlens=call.cu_seqlens,
             past=past,

@@ -36,6 +36,7 @@ class OperatorKeywords(TypedDict):
     initial_state: Tensor | None
     output_final_state: bool
     cu_seqlens: Tensor | None
+    bidirectional: bool
     sp: SequenceParallel | None
 
 
@@ -46,6 +47,7 @@ class Call:
         sp: see `Mixer.forward`, as for all others.
         cu_seqlens: see there.
         position_ids: see there.
+        bidirectional: see there.
         state: see there.
         output_state: see there.
     """
@@ -55,12 +57,14 @@ class Call:
         *,
         sp: SequenceParallel | None,
         cu_seqlens: Tensor | None,
+        bidirectional: bool,
         position_ids: Tensor | None,
         state: MixerState | None,
         output_state: bool,
     ) -> None:
         self.sp = sp
         self.cu_seqlens = cu_seqlens
+        self.bidirectional = bidirectional
         self.output_state = output_state
         self._position_ids = position_ids
         self._state = state
@@ -75,6 +79,7 @@ class Call:
             "initial_state": None if self._state is None else self._state.recurrent,
             "output_final_state": self.output_state,
             "cu_seqlens": self.cu_seqlens,
+            "bidirectional": self.bidirectional,
             "sp": self.sp,
         }
 
@@ -152,7 +157,7 @@ class Call:
 
 
 class Mixer(nn.Module, ABC):
-    """A layer that mixes tokens [B, T, D] causally through a linear-attention operator.
+    """A layer that mixes tokens [B, T, D], mostly through a linear-attention operator.
 
     Args:
         width: D.
@@ -169,6 +174,7 @@ class Mixer(nn.Module, ABC):
         sp: SequenceParallel | None = None,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
+        bidirectional: bool = False,
         state: MixerState | None = None,
         output_state: bool = False,
     ) -> tuple[Tensor, MixerState | None]:
@@ -180,6 +186,8 @@ class Mixer(nn.Module, ABC):
             cu_seqlens: global boundaries [N+1] of packed documents (B = 1), or None.
             position_ids: positions [B, T] or [T] in the whole sequence, for the layers that use
                 them; by default 0, 1, …, where the sequence is whole and starts here.
+            bidirectional: whether tokens see those after them too, for encoders, which have no
+                states. Convolutions and token shifts look back only, all the same.
             state: what the tokens before have left, for prefill in pieces and decoding; used on the
                 first rank. With ``cu_seqlens``, one a document, the same on every rank.
             output_state: whether to return the second value.
@@ -200,10 +208,17 @@ class Mixer(nn.Module, ABC):
                 B=sizes["B"],
                 T=sizes["T"],
             )
+        if bidirectional and (state is not None or output_state):
+            given = "state" if state is not None else "output_state=True"
+            raise ArgumentError(
+                f"{type(self).__name__}: {given} was given with bidirectional=True, but a sequence "
+                "that is read from both ends has no state before or after it; leave it out"
+            )
         call = Call(
             sp=sp,
             cu_seqlens=cu_seqlens,
             position_ids=position_ids,
+            bidirectional=bidirectional,
             state=state,
             output_state=output_state,
         )

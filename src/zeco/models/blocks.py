@@ -62,6 +62,7 @@ class Block(nn.Module):
         sp: SequenceParallel | None,
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
+        bidirectional: bool,
         state: MixerState | None,
         output_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
@@ -71,6 +72,7 @@ class Block(nn.Module):
             sp=sp,
             cu_seqlens=cu_seqlens,
             position_ids=position_ids,
+            bidirectional=bidirectional,
             state=state,
             output_state=output_state,
         )

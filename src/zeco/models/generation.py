@@ -7,7 +7,8 @@ from torch import Tensor
 
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import check_shapes
-from zeco.models.causal_lm import CausalLM, States
+from zeco.models.backbone import States
+from zeco.models.causal_lm import CausalLM
 
 
 @torch.no_grad()

@@ -48,7 +48,9 @@ class DecayOptions(Protocol):
         ...
 
 
-def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None, strict: bool, packed: bool) -> str | None:
+def why_not_triton(
+    K: int, V: int, *dtypes: torch.dtype | None, strict: bool, packed: bool
+) -> str | None:
     """Return why the kernels don't take a call of the decay family; None if they do.
 
     Args:

@@ -249,7 +249,8 @@ class SequenceParallel:
         if self.method_name != "ulysses":
             return None
         check_heads(self.transport, num_heads)
-        return Ulysses(self.transport, ask_spans(num_tokens, self.transport, device, self.spans))
+        spans_of = None if self.layout == "contiguous" else self.spans
+        return Ulysses(self.transport, ask_spans(num_tokens, self.transport, device, spans_of))
 
     def forward(
         self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]

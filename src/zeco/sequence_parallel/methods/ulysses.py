@@ -15,6 +15,7 @@ from torch import Tensor
 from zeco.collectives.all_to_all import Swap, all_to_all, gather_sizes
 from zeco.collectives.transport import Transport
 from zeco.core.errors import UnsupportedError
+from zeco.core.partition import shard_bounds
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -104,8 +105,18 @@ def ask_spans(
     num_tokens: int,
     transport: Transport,
     device: torch.device,
-    spans_of: Callable[[int, int], Spans],
+    spans_of: Callable[[int, int], Spans] | None,
 ) -> list[Spans]:
-    """Ask all ranks for their tokens and return where their slots lie."""
-    total = sum(gather_sizes(num_tokens, transport, device))
-    return [spans_of(total, rank) for rank in range(transport.size)]
+    """Ask all ranks for their tokens and return where their slots lie.
+
+    Args:
+        num_tokens: tokens on this rank.
+        transport: this rank's end of the group.
+        device: of the tensors that the group's messages carry.
+        spans_of: gives the slots of a rank from the whole length; None for one slot a rank, which may
+            then be of any size.
+    """
+    sizes = gather_sizes(num_tokens, transport, device)
+    if spans_of is None:
+        return [(shard_bounds(sizes, rank),) for rank in range(transport.size)]
+    return [spans_of(sum(sizes), rank) for rank in range(transport.size)]
