@@ -59,7 +59,9 @@ def run_on_hosts(
                     process.kill()
             for process in processes:
                 process.wait()
-        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(names))]
+        return [
+            json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(names))
+        ]
 
 
 def _start(namespace: str, folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -81,14 +83,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        failed = [rank for rank, code in enumerate(codes) if code is not None]
         if failed:
             raise RankFailedError(_first_error(folder, failed[0], codes[failed[0]]))
-        if all(code == 0 for code in codes):
+        waiting = [r for r in range(len(codes)) if not (folder / f"result-{r}.json").exists()]
+        if not waiting:
             return
         if time.monotonic() > deadline:
-            running = [rank for rank, code in enumerate(codes) if code is None]
-            raise RankFailedError(f"ranks {running} did not end within {timeout_s:g} s")
+            raise RankFailedError(f"ranks {waiting} did not end within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
