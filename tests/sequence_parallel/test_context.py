@@ -220,3 +220,23 @@ def test_ulysses_takes_shards_of_any_size_without_being_told():
 
     found = torch.cat(run_ranks(2, rank_function, timeout_s=20), 1)
     torch.testing.assert_close(found, zeco.ops.gla(**x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens,message",
+    [
+        (torch.tensor([1, T]), "must start at 0"),
+        (torch.tensor([0, T - 1]), "cu_seqlens ends at 69"),
+        (torch.tensor([0, 9, 5, T]), "decreases from 9 to 5"),
+        (torch.tensor([0, T], device="meta"), "cu_seqlens is on meta"),
+        (torch.tensor([0.0, T]), "must be int32 or int64"),
+    ],
+)
+def test_bad_document_boundaries(cu_seqlens, message):
+    for sp in (None, zeco.SequenceParallel()):
+        with pytest.raises(zeco.ZecoError, match=message):
+            zeco.ops.gla(**inputs(), cu_seqlens=cu_seqlens, sp=sp)
+    with pytest.raises(zeco.ZecoError, match="one state"):
+        zeco.ops.gla(
+            **inputs(), cu_seqlens=torch.tensor([0, 5, T]), initial_state=torch.zeros(1, H, K, V)
+        )

@@ -213,6 +213,11 @@ def run_operator(
     first = inputs[0]
     if first is None:
         raise ArgumentError(f"{operator.name}: {operator.input_names[0]} is required")
+    if cu_seqlens is not None and cu_seqlens.device != first.device:
+        raise ArgumentError(
+            f"{operator.name}: cu_seqlens is on {cu_seqlens.device}, but the inputs are on "
+            f"{first.device}; move it there"
+        )
     shape = operator.state_shape(inputs)
     slots = exchange.locate(first.shape[1], cu_seqlens, shape[0])
     dtype = state_dtype(*inputs)
