@@ -76,8 +76,10 @@ def test_a_rank_that_fails_ends_all_and_leaves_nothing(
     assert own_namespaces(os.getpid()) == []
 
 
+# A test runner in the background may ignore SIGINT, and its children would inherit that.
 LAY = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from zeco.benchmarks.cluster import ClusterSpec, emulated
 with emulated(ClusterSpec(2, 1e9)):
     print("laid", flush=True)
