@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeco.collectives.all_to_all import gather_sizes
 from zeco.collectives.transport import Message, Transport, wait_all
 from zeco.core.errors import ArgumentError
 from zeco.core.partition import shard_bounds
@@ -162,9 +163,7 @@ def unshard(x: Tensor, sp: SequenceParallel) -> Tensor:
     transport = sp.transport
     if transport.size == 1:
         return x
-    lengths = torch.tensor([x.shape[1]], device=x.device)
-    found = transport.all_gather(lengths, transport.next_tags(), "unshard")
-    sizes = tuple(int(n) for n in found)
+    sizes = gather_sizes(x.shape[1], transport, x.device)
     by_rank = _UnshardFunction.apply(transport, sizes, x)
     if sp.layout == "contiguous":
         return by_rank
