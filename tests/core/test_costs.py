@@ -119,6 +119,81 @@ def test_bounds_are_below_what_the_engine_finds_and_the_choice_is_the_fastest(ki
         assert predict_s(chosen, ranks, load, fabric) == ranked[0][1]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_hold_on_fabrics_of_any_proportions(seed):
+    draw = random.Random(seed)
+
+    def magnitude(low, high):
+        return 10 ** draw.uniform(low, high)
+
+    link = [Link(magnitude(-7, -1), magnitude(7, 11)) for _ in range(2)]
+    fabric = Fabric(
+        link[0].latency_s,
+        link[0].bandwidth_bytes_per_s,
+        magnitude(-7, -2),
+        magnitude(9, 12),
+        combine_flop_per_s=magnitude(9, 13),
+        combine_overhead_s=magnitude(-7, -3),
+        between=draw.choice([None, link[1]]),
+        shared_nic=draw.random() < 0.5,
+        grouped_calls=draw.random() < 0.5,
+        blocking_sends=draw.random() < 0.5,
+        collective_gather=draw.random() < 0.5,
+        burst_bytes=draw.choice([0.0, 72e3]),
+        start_s=draw.choice([0.0, 1e-3]),
+        receive_overhead_s=draw.choice([0.0, magnitude(-6, -3)]),
+        processors=draw.choice([None, 2, 5]),
+    )
+    for nodes in draw.sample(CLUSTERS, 3):
+        ranks, kind = sum(nodes), draw.choice(["diagonal", "dense"])
+        load = load_of(SHAPE, kind, 4)
+        ranked = explain_plan(ranks, SHAPE, kind, 4, nodes=nodes, fabric=fabric)
+        for plan, seconds in ranked:
+            known = check_nodes(plan.nodes, ranks)
+            bound = at_least_s(plan.algorithm, plan.num_blocks, known, load, fabric)
+            assert bound <= seconds * (1 + 1e-9), plan
+        chosen = choose_plan(ranks, SHAPE, kind, 4, nodes=nodes, fabric=fabric)
+        assert predict_s(chosen, ranks, load, fabric) == ranked[0][1]
+
+
+def test_ranks_that_share_processors_wait_for_a_free_one():
+    fabric = replace(PLAIN, overhead_s=3.0, receive_overhead_s=1.0, latency_s=0.0)
+    alone = end_s("chain", 4, 1, fabric, Load(1.0, 0.0)).end_s
+    assert alone == pytest.approx(3 * (3.0 + 0.01 + 1.0), rel=1e-6)
+    # One message at a time keeps one processor busy: to share it costs nothing.
+    shared = replace(fabric, processors=1)
+    assert end_s("chain", 4, 1, shared, Load(1.0, 0.0)).end_s == pytest.approx(alone, rel=1e-6)
+    # But all 3 x 100 blocks take their 4 s from the one processor.
+    many = end_s("chain", 4, 100, shared, Load(100.0, 0.0)).end_s
+    assert 1200 <= many < 1210
+    assert end_s("chain", 4, 100, fabric, Load(100.0, 0.0)).end_s < 320
+
+
+def test_a_rested_link_passes_a_burst_at_once():
+    bursting = replace(PLAIN, burst_bytes=400.0, latency_s=0.0)
+    # Of 1000 bytes the bucket holds 400; the other 600 take 6 s.
+    assert end_s("chain", 2, 1, bursting).end_s == pytest.approx(0.5 + 6.0, rel=1e-6)
+    # Blocks of 250 bytes have but one bucket, and fill it up meanwhile.
+    in_blocks = end_s("chain", 2, 4, replace(bursting, overhead_s=0.0)).end_s
+    assert in_blocks == pytest.approx(6.0, rel=1e-6)
+
+
+def test_a_start_keeps_every_rank_busy():
+    late = replace(PLAIN, start_s=7.0)
+    assert end_s("chain", 3, 1, late).end_s == pytest.approx(7.0 + 25.0, rel=1e-6)
+    # Three starts on two processors: the third waits.
+    crowded = end_s("gather", 3, 1, replace(late, processors=2, overhead_s=0.0))
+    assert crowded.end_s >= 14.0
+
+
+def test_transfers_of_an_exchange_with_one_peer_are_one_message():
+    # Two ranks own 8 blocks each: each gives the other its part of those, and the second gets its
+    # entering state's other half.
+    found = end_s("two_level", 2, 16, PLAIN, keep_spans=True)
+    sent = sorted((s.rank, s.num_bytes) for s in found.spans if s.name == "send")
+    assert sent == [(0, 500.0), (0, 500.0), (1, 550.0)]
+
+
 def test_every_scan_plays_on_any_nodes():
     generator = random.Random(0)
     for algorithm in BUILDERS:

@@ -24,8 +24,9 @@ from zeco.core.schedule import (
     Schedule,
     Send,
     Step,
-    Transfer,
 )
+from zeco.core.steps import Message as Parcel
+from zeco.core.steps import messages_of
 from zeco.core.transitions import Reset
 
 Pass = Callable[[Tensor], Tensor]
@@ -72,6 +73,7 @@ class Execution:
         self.leaving = torch.empty_like(update)
         self.values: dict[tuple[str, int], Value] = {}
         self.arriving: dict[tuple[str, int], tuple[Request, Tensor]] = {}
+        """Parcels under way to this rank, by their first transfers."""
         self.sending: list[tuple[Request, Message]] = []
         parameters = self.algebra.parameters(own.transition, update)
         for block, (start, stop) in enumerate(self.algebra.cuts):
@@ -89,8 +91,7 @@ class Execution:
         """Run the program; return the entering and the leaving state [B, H, K, V]."""
         program = self.schedule.programs[self.transport.rank]
         if self.transport.posts_receives_early:
-            transfers = [t for step in program for t in _transfers(step)]
-            self._post([], [t for t in transfers if isinstance(t, Receive)])
+            self._post([p for step in program for p in _incoming(step) if self._is_early(step, p)])
         if self.resets:
             program = _without_waiting(program)
         for number, step in enumerate(program):
@@ -108,14 +109,26 @@ class Execution:
         match step:
             case Combine():
                 self._combine(step)
-            case Send():
-                self._post([step], [])
-            case Receive():
-                self._finish_receive(step)
-            case Exchange(transfers):
-                self._exchange(transfers)
+            case Send() | Receive() | Exchange():
+                # Together with what it sends, what wasn't posted early.
+                incoming = _incoming(step)
+                missing = [p for p in incoming if _name(p) not in self.arriving]
+                self._post([p for p in messages_of(step) if p not in incoming] + missing)
+                for parcel in incoming:
+                    self._finish(parcel)
             case AllGather():
                 self._all_gather(step)
+
+    def _is_early(self, step: Step, parcel: Parcel) -> bool:
+        """Whether a receive is posted long before its step: then its data come when they can.
+
+        Those of an exchange may come rounds too early, and share a link with what is waited for.
+        So they wait for their step, unless to tell the sender so takes longer than they take.
+        """
+        link = self.transport.fabric.outside
+        element_size = self.entering.element_size()
+        num_bytes = sum(self._numel_of(t) for t in parcel) * element_size
+        return isinstance(step, Receive) or num_bytes < link.latency_s * link.bandwidth_bytes_per_s
 
     def _rows(self, register: str, block: int) -> Tensor:
         """Return the buffer of a register's block."""
@@ -147,62 +160,80 @@ class Execution:
             parameters = self.algebra.compose(step.block, later.parameters, earlier.parameters)
         self.values[step.target, step.block] = Value(out, parameters)
 
-    def _exchange(self, transfers: tuple[Transfer, ...]) -> None:
-        """Post transfers together and wait for those that arrive."""
-        receives = [t for t in transfers if isinstance(t, Receive)]
-        missing = [t for t in receives if (t.register, t.block) not in self.arriving]
-        self._post([t for t in transfers if isinstance(t, Send)], missing)
-        for transfer in receives:
-            self._finish_receive(transfer)
-
-    def _post(self, sends: list[Send], receives: list[Receive]) -> None:
-        """Start messages together; a state arrives straight in its place."""
+    def _post(self, parcels: list[Parcel]) -> None:
+        """Start parcels together; a lone state arrives straight in its place."""
         outgoing: list[Message] = []
-        for step in sends:
-            value = self.values[step.register, step.block]
-            rows = value.rows if step.form is Form.STATE else self._pack(value, step.block)
-            outgoing.append(Message(rows, step.peer, self.tags + step.block))
         incoming: list[Message] = []
-        for step in receives:
-            buffer = self._rows(step.register, step.block)
-            if step.form is Form.MAP:
-                own = self.values[OWN, step.block]
-                buffer = own.rows.new_empty(_numel(own.parameters) + own.rows.numel())
-            incoming.append(Message(buffer, step.peer, self.tags + step.block))
+        received: list[Parcel] = []
+        for parcel in parcels:
+            peer, tag = parcel[0].peer, self.tags + parcel[0].block
+            if isinstance(parcel[0], Send):
+                outgoing.append(Message(self._pack(parcel), peer, tag))
+            else:
+                incoming.append(Message(self._room(parcel), peer, tag))
+                received.append(parcel)
         requests = self.transport.exchange(outgoing, incoming, self.purpose)
         self.sending += zip(requests, outgoing, strict=False)
-        for step, request, message in zip(
-            receives, requests[len(outgoing) :], incoming, strict=True
+        for parcel, request, message in zip(
+            received, requests[len(outgoing) :], incoming, strict=True
         ):
-            self.arriving[step.register, step.block] = (request, message.tensor)
+            self.arriving[_name(parcel)] = (request, message.tensor)
 
-    def _finish_receive(self, step: Receive) -> None:
-        if (step.register, step.block) not in self.arriving:
-            self._post([], [step])
-        request, buffer = self.arriving.pop((step.register, step.block))
+    def _pack(self, parcel: Parcel) -> Tensor:
+        """Return what a parcel to be sent carries."""
+        parts = [
+            self.values[t.register, t.block].rows
+            if t.form is Form.STATE
+            else self._pack_map(self.values[t.register, t.block], t.block)
+            for t in parcel
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
+    def _room(self, parcel: Parcel) -> Tensor:
+        """Return a buffer for a parcel."""
+        if len(parcel) == 1 and parcel[0].form is Form.STATE:
+            return self._rows(parcel[0].register, parcel[0].block)
+        return self.entering.new_empty(sum(self._numel_of(t) for t in parcel))
+
+    def _finish(self, parcel: Parcel) -> None:
+        """Wait for a parcel and put what it carries where it belongs."""
+        request, buffer = self.arriving.pop(_name(parcel))
         request.wait()
-        value = Value(buffer, None) if step.form is Form.STATE else self._unpack(buffer, step.block)
-        self.values[step.register, step.block] = value
+        if buffer.dim() > 1:
+            self.values[_name(parcel)] = Value(buffer, None)
+            return
+        for part, t in zip(buffer.split([self._numel_of(t) for t in parcel]), parcel, strict=True):
+            if t.form is Form.MAP:
+                self.values[t.register, t.block] = self._unpack_map(part, t.block)
+                continue
+            rows = self._rows(t.register, t.block)
+            rows.copy_(part.view_as(rows))
+            self.values[t.register, t.block] = Value(rows, None)
+
+    def _numel_of(self, transfer: Send | Receive) -> int:
+        own = self.values[OWN, transfer.block]
+        state = own.rows.numel()
+        return state if transfer.form is Form.STATE else state + _numel(own.parameters)
 
     def _all_gather(self, step: AllGather) -> None:
-        message = self._pack(self.values[step.register, step.block], step.block)
+        message = self._pack_map(self.values[step.register, step.block], step.block)
         found = self.transport.all_gather(message, self.tags + step.block, self.purpose)
         for target, form, other in zip(step.targets, step.forms, found, strict=True):
-            value = self._unpack(other, step.block)
+            value = self._unpack_map(other, step.block)
             if form is Form.STATE:
                 value.parameters = None
             if target == ENTERING:
                 self._rows(ENTERING, step.block).copy_(value.rows)
             self.values[target, step.block] = value
 
-    def _pack(self, value: Value, block: int) -> Tensor:
+    def _pack_map(self, value: Value, block: int) -> Tensor:
         """Lay out a map as one message; a state takes the same room, its parameters unused."""
         parameters = value.parameters
         if parameters is None:
             parameters = value.rows.new_zeros(_numel(self.values[OWN, block].parameters))
         return torch.cat([parameters.reshape(-1), value.rows.reshape(-1)])
 
-    def _unpack(self, message: Tensor, block: int) -> Value:
+    def _unpack_map(self, message: Tensor, block: int) -> Value:
         own = self.values[OWN, block]
         size = _numel(own.parameters)
         parameters = message[:size]
@@ -228,14 +259,14 @@ def _without_waiting(program: tuple[Step, ...]) -> tuple[Step, ...]:
     return (*at_once, *(step for step in program if step not in at_once))
 
 
-def _transfers(step: Step) -> tuple[Transfer, ...]:
-    match step:
-        case Send() | Receive():
-            return (step,)
-        case Exchange(transfers):
-            return transfers
-        case _:
-            return ()
+def _incoming(step: Step) -> list[Parcel]:
+    """Return what a step receives."""
+    return [parcel for parcel in messages_of(step) if isinstance(parcel[0], Receive)]
+
+
+def _name(parcel: Parcel) -> tuple[str, int]:
+    """Return what tells a parcel that arrives from all others of a rank."""
+    return parcel[0].register, parcel[0].block
 
 
 def _numel(parameters: Tensor | None) -> int:

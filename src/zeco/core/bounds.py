@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from zeco.core.fabric import Fabric, Link, Load, all_gather_s
 from zeco.core.topology import Nodes, node_of_ranks
 
@@ -21,6 +19,13 @@ def at_least_s(algorithm: str, num_blocks: int, nodes: Nodes, load: Load, fabric
     num_ranks = sum(nodes)
     if num_ranks == 1:
         return 0.0
+    return fabric.start_s + _from_start_s(algorithm, num_blocks, nodes, load, fabric)
+
+
+def _from_start_s(
+    algorithm: str, num_blocks: int, nodes: Nodes, load: Load, fabric: Fabric
+) -> float:
+    num_ranks = sum(nodes)
     apply_s = load.apply_s(fabric, num_blocks)
     match algorithm:
         case "chain" | "serial":
@@ -36,7 +41,9 @@ def at_least_s(algorithm: str, num_blocks: int, nodes: Nodes, load: Load, fabric
 
 
 def _hop_s(link: Link, num_bytes: float, fabric: Fabric) -> float:
-    return fabric.overhead_s + link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+    shaped = max(0.0, num_bytes - fabric.burst_bytes)
+    message_s = fabric.overhead_s + fabric.receive_overhead_s
+    return message_s + link.latency_s + shaped / link.bandwidth_bytes_per_s
 
 
 def _chain_s(num_blocks: int, nodes: Nodes, load: Load, fabric: Fabric) -> float:
@@ -46,8 +53,9 @@ def _chain_s(num_blocks: int, nodes: Nodes, load: Load, fabric: Fabric) -> float
     hops_s = (sum(nodes) - len(nodes)) * (apply_s + _hop_s(fabric.inside, block, fabric))
     hops_s += (len(nodes) - 1) * (apply_s + _hop_s(fabric.outside, block, fabric))
     first = fabric.inside if nodes[0] > 1 else fabric.outside
-    period_s = max(apply_s + fabric.overhead_s, block / first.bandwidth_bytes_per_s)
-    return (num_blocks - 1) * period_s + hops_s
+    others_bytes = (num_blocks - 1) * block
+    link_s = max(0.0, others_bytes - fabric.burst_bytes) / first.bandwidth_bytes_per_s
+    return max((num_blocks - 1) * (apply_s + fabric.overhead_s), link_s) + hops_s
 
 
 def _doubling_s(
@@ -73,28 +81,19 @@ def _doubling_s(
 def _two_level_s(
     algorithm: str, num_blocks: int, nodes: Nodes, load: Load, fabric: Fabric
 ) -> float:
-    """Both exchanges inside a node, the owners' compositions, and what is between the nodes."""
+    """A message in each exchange inside a node, an owner's compositions, and what is between nodes."""
     local, num_nodes = min(nodes), len(nodes)
     apply_s = load.apply_s(fabric, num_blocks)
+    state = load.state_bytes / num_blocks
     owned = num_blocks // max(nodes)
-    exchanges_s = walk_s = compose_s = 0.0
+    exchanges_s = walk_s = 0.0
     if local > 1 and owned > 0:
-        state = load.state_bytes / num_blocks
-        exchanges_s = fabric.latency_s
-        for messages in (num_blocks - math.ceil(num_blocks / local), owned * (local - 2)):
-            calls = min(messages, 1) if fabric.grouped_calls else messages
-            exchanges_s += calls * fabric.overhead_s
-            exchanges_s += messages * state / fabric.bandwidth_bytes_per_s
-        walk_s = owned * (local - 2) * apply_s
-        compose_s = owned * (local - 1) * load.compose_s(fabric, num_blocks)
-    # The first node walks, those in the middle compose their maps, the last one has neither to do.
-    ready = [walk_s, *[compose_s] * (num_nodes - 2), 0.0][:num_nodes]
+        exchanges_s = 2 * _hop_s(fabric.inside, owned * state, fabric)
+        walk_s = (local - 2) * apply_s
+    ready = [walk_s] + [0.0] * (num_nodes - 1)
     if algorithm == "two_level":
-        hop_s = _hop_s(fabric.outside, load.state_bytes / num_blocks, fabric)
-        between_s = max(
-            start + (num_nodes - 1 - node) * (hop_s + (node > 0) * apply_s)
-            for node, start in enumerate(ready)
-        )
+        hop_s = _hop_s(fabric.outside, state, fabric) + apply_s
+        between_s = walk_s + (num_nodes - 1) * hop_s - apply_s
     else:
         between_s = _doubling_s(num_blocks, (1,) * num_nodes, load, fabric, ready)
-    return exchanges_s + between_s + (walk_s if num_nodes > 1 else 0.0)
+    return exchanges_s + max(0.0, between_s)

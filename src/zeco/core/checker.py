@@ -25,6 +25,7 @@ from zeco.core.schedule import (
     Step,
     Transfer,
 )
+from zeco.core.steps import Message, messages_of
 
 BEFORE_ALL = -1
 """Where a state's interval begins: with the initial state, before the first rank."""
@@ -51,8 +52,8 @@ class _Rank:
         self.place = schedule.num_ranks - 1 - rank if schedule.reverse else rank
         self.steps = schedule.programs[rank]
         self.position = 0
-        self.sends: dict[tuple[int, int], Send] = {}
-        self.receives: dict[tuple[int, int], Receive] = {}
+        self.sends: dict[tuple[int, int], tuple[Send, Message]] = {}
+        self.receives: dict[tuple[int, int], tuple[Receive, Message]] = {}
         self.posted = False
         self.values: dict[tuple[str, int], Interval] = {}
         for block in range(schedule.num_blocks):
@@ -91,8 +92,8 @@ class _Rank:
             )
         self.values[step.target, step.block] = Interval(earlier.start, later.stop)
 
-    def post(self, transfer: Transfer) -> None:
-        """Put a transfer up for its peer to find."""
+    def post(self, transfer: Transfer, message: Message) -> None:
+        """Put a transfer of a message up for its peer to find."""
         table = self.sends if isinstance(transfer, Send) else self.receives
         key = (transfer.peer, transfer.block)
         if key in table:
@@ -100,7 +101,7 @@ class _Rank:
                 f"{self.where()} has two transfers of block {transfer.block} with rank "
                 f"{transfer.peer} at once, which can't be told apart"
             )
-        table[key] = transfer  # type: ignore[assignment]
+        table[key] = transfer, message  # type: ignore[assignment]
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -154,35 +155,43 @@ class _Check:
                         return
                     self._all_gather()
                     return
-                case Send() | Receive():
-                    if not self._through(rank, (step,)):
-                        return
-                case Exchange(transfers):
-                    if not self._through(rank, transfers):
+                case Send() | Receive() | Exchange():
+                    if not self._through(rank, messages_of(step)):
                         return
             rank.position += 1
             rank.posted = False
 
-    def _through(self, rank: _Rank, transfers: tuple[Transfer, ...]) -> bool:
+    def _through(self, rank: _Rank, messages: list[Message]) -> bool:
         """Post a step's transfers once, and return whether all have found their peers'."""
         if not rank.posted:
             rank.posted = True
-            for transfer in transfers:
-                if not 0 <= transfer.peer < len(self.ranks) or transfer.peer == rank.rank:
-                    raise ScheduleError(f"{rank.where()} names rank {transfer.peer} as its peer")
-                rank.post(transfer)
-            for transfer in transfers:
-                self._match(rank, transfer)
+            for message in messages:
+                for transfer in message:
+                    if not 0 <= transfer.peer < len(self.ranks) or transfer.peer == rank.rank:
+                        raise ScheduleError(
+                            f"{rank.where()} names rank {transfer.peer} as its peer"
+                        )
+                    rank.post(transfer, message)
+            for message in messages:
+                for transfer in message:
+                    self._match(rank, transfer)
         return not rank.sends and not rank.receives
 
     def _match(self, rank: _Rank, mine: Transfer) -> None:
         """Move the value if the peer has posted the other end; wake the peer when it can go on."""
         peer = self.ranks[mine.peer]
         source, target = (rank, peer) if isinstance(mine, Send) else (peer, rank)
-        sent = source.sends.get((target.rank, mine.block))
-        received = target.receives.get((source.rank, mine.block))
-        if sent is None or received is None:
+        outgoing = source.sends.get((target.rank, mine.block))
+        incoming = target.receives.get((source.rank, mine.block))
+        if outgoing is None or incoming is None:
             return
+        (sent, sent_with), (received, received_with) = outgoing, incoming
+        blocks = [[t.block for t in message] for message in (sent_with, received_with)]
+        if blocks[0] != blocks[1]:
+            raise ScheduleError(
+                f"{source.where()} sends blocks {blocks[0]} as one message to {target.where()}, "
+                f"which expects blocks {blocks[1]}"
+            )
         value = source.read(sent.register, sent.block)
         if not value.form == sent.form == received.form:
             raise ScheduleError(

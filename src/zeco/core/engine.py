@@ -2,18 +2,24 @@
 
 The choice of scan (`zeco.core.costs`) and the simulator both time scans with it. Rules:
 
-- A program runs its steps in order. A composition keeps it busy; so does starting a message, for the
-  fabric's overhead (once for transfers that are posted together where calls are grouped).
+- A program runs its steps in order, after the fabric's ``start_s``. A composition keeps it busy; so
+  does starting a message, for the fabric's overhead (once for messages that are posted together
+  where calls are grouped).
 - A message of n bytes waits for its sender's port, which it keeps for n / bandwidth; ``latency``
   after it began to leave, it reaches its receiver's port, which it keeps as long. Ports serve
-  messages in the order in which they come. A rank has a port inside its node and one to the other
-  nodes, which the ranks of a node may share.
+  messages in the order in which they come, and one that has rested passes ``burst_bytes`` at once.
+  Messages that a rank sends to several others together pass at its ``crowd_efficiency``. A rank has
+  a port inside its node and one to the other nodes, which the ranks of a node may share.
+- While a message leaves and comes in, its hosts copy it, at ``host_bytes_per_s``. When it is there, it
+  takes its receiver's host ``receive_overhead_s``. Programs go on meanwhile.
+- Where ranks share processors, whatever keeps a program or a host busy waits for a free one.
 - An all-gather starts when every rank has come.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,8 +37,9 @@ from zeco.core.steps import (
     Form,
     Receive,
     Send,
-    Transfer,
+    messages_of,
 )
+from zeco.core.steps import Message as Parcel
 from zeco.core.topology import Nodes, check_nodes, node_of_ranks
 
 
@@ -112,7 +119,7 @@ def play(
 class _Message:
     """A message under way."""
 
-    __slots__ = ("block", "departed", "link", "num_bytes", "peer", "rank", "waits")
+    __slots__ = ("block", "departed", "link", "num_bytes", "peer", "rank", "waits", "whole")
 
     def __init__(
         self, rank: int, peer: int, block: int, num_bytes: float, link: Link, waits: bool
@@ -124,9 +131,10 @@ class _Message:
         self.link = link
         self.waits = waits
         self.departed = 0.0
+        self.whole = 0.0
 
 
-_GO, _LEAVE, _REACH, _ARRIVE = range(4)
+_GO, _LEAVE, _REACH, _COME, _ARRIVE = range(5)
 _Event = tuple[float, int, int, "_Message | int"]
 
 
@@ -166,7 +174,10 @@ class _Engine:
         self.awaited: list[set[tuple[int, int, int]]] = [set() for _ in range(ranks)]
         self.enters = [False] * ranks
         self.unsent = [0] * ranks
-        self.ports: dict[tuple[bool, bool, int], float] = defaultdict(float)
+        # When each port is free again; at first it has rested for ever.
+        self.ports: dict[tuple[bool, bool, int], float] = defaultdict(lambda: -math.inf)
+        self.shared = fabric.processors is not None and fabric.processors < ranks
+        self.processors = [0.0] * (fabric.processors or 0)  # when each is free, as a heap
         self.events: list[_Event] = []
         self.order = count()
         self.gathering = 0
@@ -176,8 +187,9 @@ class _Engine:
     def run(self) -> Played:
         """Play all events."""
         for rank, start in enumerate(self.now):
-            self._put(start, _GO, rank)
-        events = self.events
+            self.now[rank] = self._busy_until(start, self.fabric.start_s)
+            self._put(self.now[rank], _GO, rank)
+        events, fabric = self.events, self.fabric
         while events:
             time, _, kind, what = heapq.heappop(events)
             if isinstance(what, int):
@@ -186,6 +198,8 @@ class _Engine:
                 self._leave(time, what)
             elif kind == _REACH:
                 self._reach(time, what)
+            elif kind == _COME:
+                self._put(self._busy_until(time, fabric.receive_overhead_s), _ARRIVE, what)
             else:
                 self._arrive(time, what)
         for rank, program in enumerate(self.programs):
@@ -199,23 +213,32 @@ class _Engine:
     def _put(self, time: float, kind: int, what: _Message | int) -> None:
         heapq.heappush(self.events, (time, next(self.order), kind, what))
 
+    def _busy_until(self, time: float, seconds: float) -> float:
+        """Return when something that takes a processor from a time on is done."""
+        if self.shared and seconds:
+            time = max(time, heapq.heappop(self.processors))
+            heapq.heappush(self.processors, time + seconds)
+        return time + seconds
+
     def _go_on(self, rank: int) -> None:
         """Run a rank's program until it has to wait."""
         program = self.programs[rank]
         while self.position[rank] < len(program):
+            began = self.now[rank]
             match program[self.position[rank]]:
                 case Combine() as step:
                     self._combine(rank, step)
                 case AllGather():
                     self._all_gather(rank)
                     return
-                case Send() | Receive() as step:
-                    if not self._post(rank, (step,)):
-                        return
-                case Exchange(transfers):
-                    if not self._post(rank, transfers):
+                case Send() | Receive() | Exchange() as step:
+                    if not self._post(rank, messages_of(step)):
                         return
             self.position[rank] += 1
+            if self.shared and self.now[rank] > began:
+                # Others that want a processor meanwhile come first.
+                self._put(self.now[rank], _GO, rank)
+                return
         self._ends(rank, self.now[rank])
 
     def _ends(self, rank: int, time: float) -> None:
@@ -225,27 +248,30 @@ class _Engine:
         form = self.forms[rank][step.earlier]
         self.forms[rank][step.target] = form
         start = self.now[rank]
-        self.now[rank] = start + self.combine_s[form] * self.slowness[rank]
+        self.now[rank] = self._busy_until(start, self.combine_s[form] * self.slowness[rank])
         if step.target == ENTERING:
             self.played.entering_s[rank] = self.now[rank]
         if self.keep_spans:
             self.played.spans.append(Span(rank, "combine", start, self.now[rank]))
 
-    def _post(self, rank: int, transfers: Sequence[Transfer]) -> bool:
-        """Start transfers; return whether the program may go on already."""
-        grouped = self.fabric.grouped_calls
-        if grouped and any(isinstance(t, Send) for t in transfers):
-            self.now[rank] += self.fabric.overhead_s
+    def _post(self, rank: int, parcels: list[Parcel]) -> bool:
+        """Start messages; return whether the program may go on already."""
+        overhead_s = self.fabric.overhead_s
+        if self.fabric.grouped_calls and any(isinstance(p[0], Send) for p in parcels):
+            self.now[rank] = self._busy_until(self.now[rank], overhead_s)
+            overhead_s = 0.0
         enters = False
-        for transfer in transfers:
-            if isinstance(transfer, Send):
-                if not grouped:
-                    self.now[rank] += self.fabric.overhead_s
-                self._send(rank, transfer)
+        crowded = sum(isinstance(p[0], Send) for p in parcels) > 1
+        efficiency = self.fabric.crowd_efficiency if crowded else 1.0
+        for parcel in parcels:
+            if isinstance(parcel[0], Send):
+                self.now[rank] = self._busy_until(self.now[rank], overhead_s)
+                self._send(rank, parcel, efficiency)
                 continue
-            self.forms[rank][transfer.register] = transfer.form
-            enters |= transfer.register == ENTERING
-            address = (transfer.peer, rank, transfer.block)
+            for transfer in parcel:
+                self.forms[rank][transfer.register] = transfer.form
+                enters |= transfer.register == ENTERING
+            address = (parcel[0].peer, rank, parcel[0].block)
             if self.arrived[address]:
                 self.now[rank] = max(self.now[rank], self.arrived[address].popleft())
             else:
@@ -262,15 +288,17 @@ class _Engine:
             self.played.entering_s[rank] = self.now[rank]
             self.enters[rank] = False
 
-    def _send(self, rank: int, step: Send) -> None:
-        num_bytes = self.bytes_of[step.form]
-        inside = self.node_of[rank] == self.node_of[step.peer]
+    def _send(self, rank: int, parcel: Parcel, efficiency: float) -> None:
+        num_bytes = sum(self.bytes_of[transfer.form] for transfer in parcel)
+        peer, block = parcel[0].peer, parcel[0].block
+        inside = self.node_of[rank] == self.node_of[peer]
         link = self.fabric.inside if inside else self.fabric.outside
         sent = self.played.sent_inside_bytes if inside else self.played.sent_between_bytes
         sent[rank] += num_bytes
+        link = Link(link.latency_s, link.bandwidth_bytes_per_s * efficiency)
         waits = self.fabric.blocking_sends
         self.unsent[rank] += waits
-        message = _Message(rank, step.peer, step.block, num_bytes, link, waits)
+        message = _Message(rank, peer, block, num_bytes, link, waits)
         self._put(self.now[rank], _LEAVE, message)
 
     def _port(self, rank: int, peer: int, *, receiving: bool) -> tuple[bool, bool, int]:
@@ -279,20 +307,27 @@ class _Engine:
         shared = self.fabric.shared_nic and not inside
         return receiving, inside, self.node_of[rank] if shared else rank
 
+    def _pass(self, time: float, message: _Message, port: tuple[bool, bool, int]) -> float:
+        """Pass a message through a port and its host; return when its last byte is through."""
+        bytes_per_s = message.link.bandwidth_bytes_per_s
+        begun = max(time - self.fabric.burst_bytes / bytes_per_s, self.ports[port])
+        self.ports[port] = begun + message.num_bytes / bytes_per_s
+        if self.fabric.host_bytes_per_s is not None:
+            time = self._busy_until(time, message.num_bytes / self.fabric.host_bytes_per_s)
+        return max(time, self.ports[port])
+
     def _leave(self, time: float, message: _Message) -> None:
         """Let a message leave when its sender's port is free."""
         port = self._port(message.rank, message.peer, receiving=False)
         message.departed = max(time, self.ports[port])
-        out = message.departed + message.num_bytes / message.link.bandwidth_bytes_per_s
-        self.ports[port] = out
-        self._put(message.departed + message.link.latency_s, _REACH, message)
+        latency_s = message.link.latency_s
+        message.whole = self._pass(time, message, port) + latency_s
+        self._put(message.departed + latency_s, _REACH, message)
 
     def _reach(self, time: float, message: _Message) -> None:
         """Let a message's first byte in when its receiver's port is free."""
         port = self._port(message.peer, message.rank, receiving=True)
-        begun = max(time, self.ports[port])
-        self.ports[port] = begun + message.num_bytes / message.link.bandwidth_bytes_per_s
-        self._put(self.ports[port], _ARRIVE, message)
+        self._put(max(self._pass(time, message, port), message.whole), _COME, message)
 
     def _arrive(self, time: float, message: _Message) -> None:
         """Hand a message over, and wake who waits for it."""

@@ -29,6 +29,9 @@ class Fabric:
         latency_s: inside a node, from a message's departure to its first byte's arrival.
         bandwidth_bytes_per_s: of a rank's link inside a node, each way.
         overhead_s: for which starting a message keeps its sender's program busy.
+        burst_bytes: that a link passes at once after it has rested, as one behind a token bucket.
+        start_s: for which starting a scan keeps each rank's program busy.
+        receive_overhead_s: for which a message that has arrived keeps its receiver's host busy.
         combine_bytes_per_s: bytes of states that a rank composes a second where transitions are
             elementwise.
         combine_flop_per_s: speed of a rank's matrix products where transitions are dense.
@@ -41,6 +44,11 @@ class Fabric:
             stream; else sends are queued.
         collective_gather: whether all-gathers are one call of ceil(log2 P) latencies, as in a
             library of collectives, instead of a message to every other rank.
+        crowd_efficiency: share of the links' bandwidth that is left where ranks send to several others
+            at once.
+        host_bytes_per_s: that a processor passes to or from a link; None: it isn't what limits.
+        processors: that all ranks share, where they are processes of one machine; None where each
+            has its own.
         gather_latency_s: of one such round, where it differs from the links'.
         gather_bandwidth_bytes_per_s: at which a rank receives such a gather, where it differs.
     """
@@ -56,6 +64,12 @@ class Fabric:
     grouped_calls: bool = False
     blocking_sends: bool = False
     collective_gather: bool = False
+    burst_bytes: float = 0.0
+    start_s: float = 0.0
+    receive_overhead_s: float = 0.0
+    crowd_efficiency: float = 1.0
+    host_bytes_per_s: float | None = None
+    processors: int | None = None
     gather_latency_s: float | None = None
     gather_bandwidth_bytes_per_s: float | None = None
 
@@ -154,16 +168,25 @@ def all_gather_s(fabric: Fabric, num_ranks: int, node_size: int, num_bytes: floa
         node_size: ranks of this rank's node.
         num_bytes: of what one rank gives.
     """
-    between = num_bytes * (num_ranks - node_size) * (node_size if fabric.shared_nic else 1)
-    moved_s = max(
-        num_bytes * (node_size - 1) / fabric.bandwidth_bytes_per_s,
-        between / fabric.outside.bandwidth_bytes_per_s,
-    )
-    if fabric.gather_bandwidth_bytes_per_s is not None:
-        moved_s = num_bytes * (num_ranks - 1) / fabric.gather_bandwidth_bytes_per_s
+    moved_s = gather_moved_s(fabric, num_ranks, node_size, num_bytes)
     latency_s = (fabric.inside if node_size == num_ranks else fabric.outside).latency_s
     if fabric.gather_latency_s is not None:
         latency_s = fabric.gather_latency_s
     if fabric.collective_gather:
         return fabric.overhead_s + math.ceil(math.log2(num_ranks)) * latency_s + moved_s
-    return fabric.overhead_s * (num_ranks - 1) + latency_s + moved_s
+    message_s = fabric.overhead_s + fabric.receive_overhead_s
+    if fabric.processors is not None and fabric.processors < num_ranks:
+        message_s *= num_ranks / fabric.processors
+    return message_s * (num_ranks - 1) + latency_s + moved_s
+
+
+def gather_moved_s(fabric: Fabric, num_ranks: int, node_size: int, num_bytes: float) -> float:
+    """Return the seconds for which an all-gather's bytes keep a rank's links busy."""
+    if fabric.gather_bandwidth_bytes_per_s is not None:
+        return num_bytes * (num_ranks - 1) / fabric.gather_bandwidth_bytes_per_s
+    between = num_bytes * (num_ranks - node_size) * (node_size if fabric.shared_nic else 1)
+    moved_s = max(
+        num_bytes * (node_size - 1) / fabric.bandwidth_bytes_per_s,
+        between / fabric.outside.bandwidth_bytes_per_s,
+    )
+    return moved_s / (1.0 if fabric.collective_gather else fabric.crowd_efficiency)

@@ -57,7 +57,10 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers that are posted together; the step ends when all have."""
+    """Transfers that are posted together; the step ends when all have.
+
+    Those to, and those from, the same peer travel as one message, in their order here.
+    """
 
     transfers: tuple[Send | Receive, ...]
 
@@ -77,6 +80,27 @@ class AllGather:
 
 Transfer = Send | Receive
 Step = Send | Receive | Combine | Exchange | AllGather
+Message = tuple[Transfer, ...]
+"""Transfers that travel together, all sent or all received; its first block names it."""
 
 Programs = list[list[Step]]
 """Every rank's steps in order."""
+
+
+def messages_of(step: Step) -> list[Message]:
+    """Return the messages of a step, in the order of their first transfers.
+
+    >>> sends = [Send(peer, block, OWN, Form.MAP) for peer, block in ((1, 0), (2, 1), (1, 2))]
+    >>> [[t.block for t in message] for message in messages_of(Exchange(tuple(sends)))]
+    [[0, 2], [1]]
+    """
+    match step:
+        case Send() | Receive():
+            return [(step,)]
+        case Exchange(transfers):
+            together: dict[tuple[type[Transfer], int], list[Transfer]] = {}
+            for transfer in transfers:
+                together.setdefault((type(transfer), transfer.peer), []).append(transfer)
+            return [tuple(message) for message in together.values()]
+        case _:
+            return []

@@ -25,8 +25,8 @@ def doubling(num_ranks: int, num_blocks: int) -> Programs:
     on. It differs from the textbook's in that it is exclusive, and in that a prefix which starts
     at the first rank is a state, so that less is sent and composed.
 
-    Sent by a rank: at most ceil(log2 P) maps. The blocks of a round travel together: they let a
-    transport cut its messages, but pipeline nothing.
+    Sent by a rank: at most ceil(log2 P) maps. The blocks of a round travel as one message,
+    so they pipeline nothing.
     """
     blocks = tuple(range(num_blocks))
     programs: Programs = []
