@@ -106,7 +106,10 @@ def test_every_rank_gets_the_same_fabric() -> None:
     assert found[0] == found[1] == found[2]
     fabric = fabric_from_dict(found[0])
     assert isinstance(fabric.between, Link)
-    values = [v for v in vars(fabric).values() if isinstance(v, float)]
+    may_be_nothing = ("burst_bytes", "start_s", "receive_overhead_s")
+    values = [
+        v for k, v in vars(fabric).items() if isinstance(v, float) and k not in may_be_nothing
+    ]
     assert min(values) > 0
 
 

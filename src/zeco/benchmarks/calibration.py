@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,16 +18,21 @@ from zeco.collectives.groups import transport_of
 from zeco.collectives.scan import start_scan
 from zeco.collectives.transport import Message, Transport, wait_all
 from zeco.core.blocks import Algebra, Value, make_algebra
+from zeco.core.costs import Plan, predict_s
 from zeco.core.errors import ArgumentError
-from zeco.core.fabric import Fabric, Link
+from zeco.core.fabric import Fabric, Link, Load, gather_moved_s
 from zeco.core.fabric_file import fabric_to_dict
 from zeco.core.maps import AffineMap
 from zeco.core.topology import check_nodes
 from zeco.core.transitions import Dense, Diagonal, Identity
 
 PURPOSE = "calibrate"
+SHORTEST_S = 1e-7
 SMALL_BYTES = 64
-FEW, MANY = 16, 128
+TINY_BYTES, BLOCK_BYTES = 16, 16384
+CROWD_BYTES = (64 << 10, 256 << 10)
+FEW, MANY = 16, 64
+DEAREST, HALVINGS = 8.0, 10
 SHAPE = (1, 16, 128, 128)
 
 
@@ -36,7 +44,8 @@ def calibrate(
     A hop is timed by a message that goes round the ranks, as in a chain: round those of the first
     node for links inside, round the nodes' first ranks for links between. Its time at two sizes
     gives latency and bandwidth; what a message costs its ranks is that of one more block in a chain
-    of tiny ones. Compositions are timed on all ranks at once, as scans run them.
+    of tiny ones, shared out where ranks share processors. Compositions are timed on all ranks at
+    once, as scans run them. What a whole scan takes beyond that is the price of starting one.
     Everything is a median over repetitions.
 
     Args:
@@ -55,35 +64,134 @@ def calibrate(
     combine_overhead_s, bytes_per_s, flop_per_s = (
         _agreed(transport, value, device) for value in _combine(device, repetitions)
     )
-    message_s = _agreed(transport, _message_s(transport, device, repetitions), device)
-    overhead_s = max(message_s - combine_overhead_s, 1e-7)
+    shared = _shared_processors(transport, device)
+    few_s, many_s, full_s = (
+        _agreed(transport, _chain_s(transport, *probe, device, repetitions), device)
+        for probe in ((FEW, TINY_BYTES), (MANY, TINY_BYTES), (MANY, BLOCK_BYTES))
+    )
+    period_s = max(0.0, many_s - few_s) / (MANY - FEW)
+    message = _message_s(period_s, combine_overhead_s, transport.size, shared)
     inside = between = None
     if nodes[0] > 1:
-        inside = _link(transport, range(nodes[0]), overhead_s, device, repetitions)
+        inside = _link(transport, range(nodes[0]), device, repetitions)
     if len(nodes) > 1:
-        between = _link(transport, firsts, overhead_s, device, repetitions)
-    link = inside or between
-    if link is None:
-        raise ArgumentError("calibrate: no two ranks share a link")
-    return replace(
+        between = _link(transport, firsts, device, repetitions)
+    # Of one node at least, or of all: there are two ranks.
+    link = inside or between or _link(transport, range(2), device, repetitions)
+    measured = replace(
         transport.fabric,
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-        overhead_s=overhead_s,
+        processors=shared,
+        start_s=0.0,
         combine_bytes_per_s=bytes_per_s,
         combine_flop_per_s=flop_per_s,
         combine_overhead_s=combine_overhead_s,
         between=between,
+        crowd_efficiency=1.0,
+        host_bytes_per_s=None,
+        gather_bandwidth_bytes_per_s=None,
     )
+    measured = _crowded(measured, transport, device, repetitions)
+    return _fit(measured, message, transport, few_s, full_s)
+
+
+def _fit(
+    fabric: Fabric, message: tuple[float, float], transport: Transport, few_s: float, full_s: float
+) -> Fabric:
+    """Fill in what a message and the start of a scan cost, so that the probed chains come out.
+
+    Args:
+        fabric: the rest; its latencies are those of whole hops.
+        message: what one of many tiny messages costs its sender and its receiver.
+        transport: whose ranks were probed.
+        few_s: what the chain of few tiny blocks took.
+        full_s: what the chain of many blocks took that have as many bytes as real ones. Such blocks
+            come one by one, and each wakes its receiver: where links aren't the limit, it tells more.
+    """
+
+    def filled(factor: float) -> Fabric:
+        overhead_s, receive_s = (factor * cost for cost in message)
+
+        def without(hop_s: float) -> float:
+            return max(hop_s - overhead_s - receive_s, SHORTEST_S)
+
+        between = fabric.between
+        return replace(
+            fabric,
+            latency_s=without(fabric.latency_s),
+            between=between and replace(between, latency_s=without(between.latency_s)),
+            overhead_s=overhead_s,
+            receive_overhead_s=receive_s,
+        )
+
+    def chain_s(num_blocks: int, block_bytes: int, costs: Fabric) -> float:
+        load = Load(num_blocks * block_bytes, 0.0)
+        plan = Plan("chain", num_blocks, transport.nodes)
+        return predict_s(plan, transport.size, load, costs)
+
+    def start_s(costs: Fabric) -> float:
+        left_s = max(0.0, few_s - chain_s(FEW, TINY_BYTES, costs))
+        # All ranks start at once, and may share processors.
+        return left_s * min(1.0, (costs.processors or transport.size) / transport.size)
+
+    low, high = 1.0, DEAREST
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        costs = filled(middle)
+        if chain_s(MANY, BLOCK_BYTES, replace(costs, start_s=start_s(costs))) < full_s:
+            low = middle
+        else:
+            high = middle
+    # The lower end: where links are the limit, what tiny messages cost is all that is known.
+    costs = filled(low)
+    return replace(costs, start_s=start_s(costs))
+
+
+def _shared_processors(transport: Transport, device: torch.device) -> int | None:
+    """Return how many processors the ranks share, if they are more, and all on one machine's."""
+    if device.type != "cpu":
+        return None
+    where = float(int(uuid.UUID(_machine())) % (1 << 52))
+    mine = torch.tensor([where, float(len(os.sched_getaffinity(0)))], dtype=torch.float64)
+    found = torch.stack(transport.all_gather(mine, transport.next_tags(), PURPOSE))
+    fewest = int(found[:, 1].min())
+    return fewest if len(found[:, 0].unique()) == 1 and fewest < transport.size else None
+
+
+def _machine() -> str:
+    """Return what tells this machine, as long as it runs, from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else str(uuid.UUID(int=uuid.getnode()))
+
+
+def _message_s(
+    period_s: float, combine_s: float, size: int, processors: int | None
+) -> tuple[float, float]:
+    """Return what a message costs its sender's program and its receiver's host.
+
+    Args:
+        period_s: of one more block in a full chain.
+        combine_s: of a composition.
+        size: ranks.
+        processors: that they share, if any.
+
+    >>> _message_s(70e-6, 20e-6, 8, None)  # every program composes and sends
+    (5e-05, 0.0)
+    >>> _message_s(70e-6, 20e-6, 8, 4)  # 8 compositions and 7 messages keep 4 processors busy
+    (8.571428571428571e-06, 8.571428571428571e-06)
+    """
+    if processors is None:
+        return max(period_s - combine_s, SHORTEST_S), 0.0
+    message_s = (period_s * processors - size * combine_s) / (size - 1)
+    half_s = max(message_s / 2, SHORTEST_S)
+    return half_s, half_s
 
 
 def _link(
-    transport: Transport,
-    ring: Sequence[int],
-    overhead_s: float,
-    device: torch.device,
-    repetitions: int,
+    transport: Transport, ring: Sequence[int], device: torch.device, repetitions: int
 ) -> Link:
+    """Return a ring's link; its latency is that of a whole hop."""
     small = _hop_s(transport, ring, SMALL_BYTES, device, repetitions)
     # Large enough to outweigh a token bucket's burst: two sizes, so that it cancels out.
     lower, upper = (
@@ -91,7 +199,7 @@ def _link(
     )
     # Noise must not promise a link without limits: the larger message has five times the bytes.
     bandwidth = (1024 << 10) / max(upper - lower, upper / 4)
-    return Link(max(small - overhead_s, 1e-7), bandwidth)
+    return Link(small, bandwidth)
 
 
 def _hop_s(
@@ -123,27 +231,57 @@ def _hop_s(
     return _agreed(transport, mine, device, source=ring[0])
 
 
-def _message_s(transport: Transport, device: torch.device, repetitions: int) -> float:
-    """Return what one more message costs each rank of a chain that is full of small ones.
-
-    That is what many blocks cost: posting, waking up for and composing a message, on processors
-    that ranks may have to share. To time the posting alone would promise too much.
-    """
-    update = torch.zeros(1, 1, MANY, 4, device=device)
-    own = AffineMap(update, Identity())
-    times: dict[int, list[float]] = {FEW: [], MANY: []}
-    for repetition in range(repetitions + 1):
-        for num_blocks, found in times.items():
+def _crowded(
+    fabric: Fabric, transport: Transport, device: torch.device, repetitions: int
+) -> Fabric:
+    """Fill in what is left of links and processors when everyone sends to everyone."""
+    if fabric.collective_gather:
+        return fabric
+    took: list[float] = []
+    busy: list[float] = []
+    for size in CROWD_BYTES:
+        value = torch.zeros(size // 4, device=device)
+        times: list[float] = []
+        processor_times: list[float] = []
+        for repetition in range(min(repetitions, 5) + 1):
             meet(transport, device)
-            start = time.perf_counter()
-            scan = start_scan(
-                transport, own, algorithm="chain", num_blocks=num_blocks, purpose=PURPOSE
-            )
-            scan.wait()
+            start, processor_start = time.perf_counter(), time.process_time()
+            transport.all_gather(value, transport.next_tags(), PURPOSE)
             _synchronize(device)
             if repetition:
-                found.append(time.perf_counter() - start)
-    return max(0.0, median(times[MANY]) - median(times[FEW])) / (MANY - FEW)
+                times.append(time.perf_counter() - start)
+                processor_times.append(time.process_time() - processor_start)
+        took.append(_agreed(transport, median(times), device))
+        busy.append(_agreed(transport, median(processor_times), device))
+    more_bytes = CROWD_BYTES[1] - CROWD_BYTES[0]
+    node_size = max(check_nodes(transport.nodes, transport.size))
+    least_s = gather_moved_s(fabric, transport.size, node_size, more_bytes)
+    efficiency = min(1.0, least_s / max(took[1] - took[0], SHORTEST_S))
+    busy_s = busy[1] - busy[0]
+    # Each rank sends as much as it receives.
+    host_bytes_per_s = 2 * more_bytes * (transport.size - 1) / busy_s if busy_s > 0 else None
+    return replace(fabric, crowd_efficiency=efficiency, host_bytes_per_s=host_bytes_per_s)
+
+
+def _chain_s(
+    transport: Transport, num_blocks: int, block_bytes: int, device: torch.device, repetitions: int
+) -> float:
+    """Return the seconds of a chain that is full of blocks, as its slowest rank sees it.
+
+    What one more block adds is posting, waking up for and composing a message, on processors that
+    ranks may have to share. To time the posting alone would promise too much.
+    """
+    update = torch.zeros(1, 1, num_blocks, block_bytes // 4, device=device)
+    own = AffineMap(update, Identity())
+    times: list[float] = []
+    for repetition in range(repetitions + 1):
+        meet(transport, device)
+        start = time.perf_counter()
+        start_scan(transport, own, algorithm="chain", num_blocks=num_blocks, purpose=PURPOSE).wait()
+        _synchronize(device)
+        if repetition:
+            times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def _combine(device: torch.device, repetitions: int) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from zeco.benchmarks.hosts import run_on_hosts
 from zeco.benchmarks.timing import interface_bytes, spread, timed_together
 from zeco.collectives.scan import start_scan
 from zeco.collectives.transport import Transport
-from zeco.core.costs import choose_plan, explain_plan
+from zeco.core.costs import choose_plan, explain_plan, load_of, predict_s
 from zeco.core.errors import ArgumentError, unknown_name
 from zeco.core.fabric_file import fabric_from_dict, fabric_to_dict
 from zeco.core.maps import AffineMap
@@ -155,31 +155,23 @@ def measure(
             ledger[i].append(sum(t.bytes for name, t in sent.items() if name != "calibrate"))
             links[i].append(interface_bytes() - before)
     H, K, V = shape
-    plans = explain_plan(
-        transport.size,
-        (1, H, K, V),
-        kind,
-        4,
-        nodes=transport.nodes,
-        fabric=transport.fabric,
-    )
-    rows = [
-        {**asdict(c), **spread(times[i])}
-        | {"ledger_bytes": median(ledger[i]), "interface_bytes": median(links[i])}
-        for i, c in enumerate(tried)
-    ]
-    chosen = choose_plan(
-        transport.size,
-        (1, H, K, V),
-        kind,
-        4,
-        nodes=transport.nodes,
-        fabric=transport.fabric,
-    )
+    of_scan: tuple[Any, ...] = (transport.size, (1, H, K, V), kind, 4)
+    known: dict[str, Any] = {"nodes": transport.nodes, "fabric": transport.fabric}
+    rows: list[dict[str, Any]] = []
+    for i, c in enumerate(tried):
+        row = {**asdict(c), **spread(times[i])}
+        row |= {"ledger_bytes": median(ledger[i]), "interface_bytes": median(links[i])}
+        if c.algorithm != "all_gather":
+            plan = choose_plan(*of_scan, algorithm=c.algorithm, num_blocks=c.num_blocks, **known)
+            seconds = predict_s(plan, transport.size, load_of((1, H, K, V), kind, 4), costs)
+            row |= {"plan": [plan.algorithm, plan.num_blocks]}
+            row |= {"predicted_ms": round(seconds * 1e3, 4)}
+        rows.append(row)
+    plans = explain_plan(*of_scan, **known)
     return {
         "ranks": transport.size,
         "rows": rows,
-        "chosen": {"algorithm": chosen.algorithm, "num_blocks": chosen.num_blocks},
+        "chosen": {"algorithm": plans[0][0].algorithm, "num_blocks": plans[0][0].num_blocks},
         "predicted_ms": [
             {"algorithm": p.algorithm, "num_blocks": p.num_blocks, "ms": seconds * 1e3}
             for p, seconds in plans

@@ -8,12 +8,14 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from zeco.benchmarks.cluster import BURST_BYTES
 from zeco.benchmarks.latency import LatentTransport
 
 
@@ -35,6 +37,7 @@ def main(folder: Path, rank: int) -> None:
             raise RuntimeError("there is no process group after its initialisation")
         nodes = None if job["nodes"] is None else tuple(job["nodes"])
         transport = LatentTransport(group, job["latency_s"], nodes)
+        transport.fabric = replace(transport.fabric, burst_bytes=BURST_BYTES)
         module, _, function = job["task"].partition(":")
         found = getattr(importlib.import_module(module), function)(transport, **job["arguments"])
         _leave(folder, f"result-{rank}.json", found)

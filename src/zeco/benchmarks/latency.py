@@ -57,6 +57,8 @@ class LatentTransport(ProcessGroupTransport):
             threading.Thread(target=self._post_late, name="zeco-latency", daemon=True).start()
 
     def post(self, sends: list[Message], receives: list[Message]) -> list[Request]:
+        # Receives first: gloo would queue the word that there is room behind what is sent.
+        incoming = super().post([], receives)
         found: list[Request] = []
         leaves = time.monotonic() + self._latency_s
         for message in sends:
@@ -66,7 +68,7 @@ class LatentTransport(ProcessGroupTransport):
                 found.append(late)
             else:
                 found += super().post([message], [])
-        return found + super().post([], receives)
+        return found + incoming
 
     def _post_late(self) -> None:
         while True:
