@@ -32,7 +32,7 @@ SMALL_BYTES = 64
 TINY_BYTES, BLOCK_BYTES = 16, 16384
 CROWD_BYTES = (64 << 10, 256 << 10)
 FEW, MANY = 16, 64
-DEAREST, HALVINGS = 8.0, 10
+DEAREST, HALVINGS, NOISE = 8.0, 10, 0.1
 SHAPE = (1, 16, 128, 128)
 
 
@@ -65,11 +65,12 @@ def calibrate(
         _agreed(transport, value, device) for value in _combine(device, repetitions)
     )
     shared = _shared_processors(transport, device)
-    few_s, many_s, full_s = (
-        _agreed(transport, _chain_s(transport, *probe, device, repetitions), device)
-        for probe in ((FEW, TINY_BYTES), (MANY, TINY_BYTES), (MANY, BLOCK_BYTES))
+    tiny_few_s, tiny_many_s, few_s, many_s = (
+        _agreed(transport, _chain_s(transport, blocks, size, device, repetitions), device)
+        for size in (TINY_BYTES, BLOCK_BYTES)
+        for blocks in (FEW, MANY)
     )
-    period_s = max(0.0, many_s - few_s) / (MANY - FEW)
+    period_s = max(0.0, tiny_many_s - tiny_few_s) / (MANY - FEW)
     message = _message_s(period_s, combine_overhead_s, transport.size, shared)
     inside = between = None
     if nodes[0] > 1:
@@ -93,11 +94,11 @@ def calibrate(
         gather_bandwidth_bytes_per_s=None,
     )
     measured = _crowded(measured, transport, device, repetitions)
-    return _fit(measured, message, transport, few_s, full_s)
+    return _fit(measured, message, transport, tiny_few_s, many_s - few_s)
 
 
 def _fit(
-    fabric: Fabric, message: tuple[float, float], transport: Transport, few_s: float, full_s: float
+    fabric: Fabric, message: tuple[float, float], transport: Transport, few_s: float, more_s: float
 ) -> Fabric:
     """Fill in what a message and the start of a scan cost, so that the probed chains come out.
 
@@ -106,7 +107,7 @@ def _fit(
         message: what one of many tiny messages costs its sender and its receiver.
         transport: whose ranks were probed.
         few_s: what the chain of few tiny blocks took.
-        full_s: what the chain of many blocks took that have as many bytes as real ones. Such blocks
+        more_s: what many blocks took more than few that have as many bytes as real ones. Such blocks
             come one by one, and each wakes its receiver: where links aren't the limit, it tells more.
     """
 
@@ -135,15 +136,19 @@ def _fit(
         # All ranks start at once, and may share processors.
         return left_s * min(1.0, (costs.processors or transport.size) / transport.size)
 
+    def predicted_more_s(factor: float) -> float:
+        costs = filled(factor)
+        return chain_s(MANY, BLOCK_BYTES, costs) - chain_s(FEW, BLOCK_BYTES, costs)
+
     low, high = 1.0, DEAREST
+    if predicted_more_s(low) > (1 - NOISE) * more_s:
+        high = low  # links are the limit, or tiny messages cost as much
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        costs = filled(middle)
-        if chain_s(MANY, BLOCK_BYTES, replace(costs, start_s=start_s(costs))) < full_s:
+        if predicted_more_s(middle) < more_s:
             low = middle
         else:
             high = middle
-    # The lower end: where links are the limit, what tiny messages cost is all that is known.
     costs = filled(low)
     return replace(costs, start_s=start_s(costs))
 
@@ -243,7 +248,7 @@ def _crowded(
         value = torch.zeros(size // 4, device=device)
         times: list[float] = []
         processor_times: list[float] = []
-        for repetition in range(min(repetitions, 5) + 1):
+        for repetition in range(min(repetitions, 3) + 1):
             meet(transport, device)
             start, processor_start = time.perf_counter(), time.process_time()
             transport.all_gather(value, transport.next_tags(), PURPOSE)

@@ -17,7 +17,8 @@ def comm_table(point: dict[str, Any]) -> Table:
         f"{chosen['num_blocks']} blocks",
         title_justify="left",
     )
-    for column in ("scan", "median ms", "quartiles ms", "sent MiB, ledger", "sent MiB, links", "x"):
+    columns = ("scan", "median ms", "quartiles ms", "predicted", "sent MiB, ledger", "links", "x")
+    for column in columns:
         table.add_column(column, justify="left" if column == "scan" else "right")
     auto = next(row["median_ms"] for row in point["rows"] if row["name"] == "auto")
     for row in point["rows"]:
@@ -25,6 +26,7 @@ def comm_table(point: dict[str, Any]) -> Table:
             row["name"],
             f"{row['median_ms']:.2f}",
             f"{row['quartile_1_ms']:.2f}-{row['quartile_3_ms']:.2f}",
+            f"{row['predicted_ms']:.2f}" if "predicted_ms" in row else "",
             f"{row['most_ledger_bytes'] / 2**20:.3f}",
             f"{row['most_interface_bytes'] / 2**20:.3f}",
             f"{row['median_ms'] / auto:.2f}",
