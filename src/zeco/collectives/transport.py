@@ -122,7 +122,8 @@ class Transport(ABC):
             tensor if peer == self.rank else tensor.new_empty(tensor.shape)
             for peer in range(self.size)
         ]
-        others = [peer for peer in range(self.size) if peer != self.rank]
+        # Each rank's own next ones first, so that they don't all crowd one.
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
         sends = [Message(tensor, peer, tag) for peer in others]
         receives = [Message(found[peer], peer, tag) for peer in others]
         wait_all(self.exchange(sends, receives, purpose))
