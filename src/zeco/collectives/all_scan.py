@@ -217,8 +217,9 @@ def all_scan(
         algorithm: ``"chain"`` (pipelined, one state sent a rank), ``"serial"`` (the same in one
             block), ``"gather"`` (all-gather of the maps), ``"doubling"`` (log2 P rounds of maps),
             ``"two_level"`` or ``"two_level_doubling"`` (inside nodes, then between them, the state
-            cut over each node's ranks), or ``"auto"``: the cost model chooses.
-        num_blocks: pipeline blocks; None lets the cost model choose.
+            cut over each node's ranks), ``"device_chain"`` (the chain inside CUDA kernels of one host,
+            without its CPUs), or ``"auto"``: the cost model chooses.
+        num_blocks: pipeline blocks; None lets the cost model choose. ``"device_chain"`` has its own.
 
     Returns:
         (entering, leaving), both [B, H, K, V].
@@ -227,6 +228,10 @@ def all_scan(
         ArgumentError: a shape, dtype, device or name that doesn't fit.
         GroupError: this process isn't in the group, or an earlier failure broke it.
         RankFailedError: another rank failed, or didn't come within the group's timeout.
+            ``"device_chain"`` notices on the GPU, where its states turn NaN; the host raises when it
+            looks next, in a later scan or collective of the group.
+        UnsupportedError: ``"device_chain"`` where it can't run: on CPUs, over several hosts, on GPUs
+            without access to each other's memory, or with more ranks on one GPU than it holds at once.
 
     Source: ZeCO's All-Scan (arXiv:2507.01004, section 3).
 
@@ -262,4 +267,3 @@ def _check(
             f"all_scan: initial has dtype {initial.dtype}, but update has {update.dtype}; cast it"
         )
     transition.check(update)
-    transport.check_tensor(update)

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from zeco.collectives.device_ring import why_no_device_scans
+from zeco.collectives.local_rings import LocalRing, LocalRings
 from zeco.collectives.transport import Message, Request, Task, Transport
 from zeco.collectives.worker import Worker, WorkerTask
-from zeco.core.errors import ArgumentError, RankFailedError
+from zeco.core.errors import ArgumentError, RankFailedError, UnsupportedError
 
 ResultT = TypeVar("ResultT")
 Address = tuple[int, int, int]
@@ -22,7 +25,7 @@ class InProcessWorld:
 
     Args:
         size: ranks in the group.
-        timeout_s: how long a receive waits before it gives up.
+        timeout_s: how long a receive, or a scan inside a kernel, waits before it gives up.
     """
 
     def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
@@ -32,6 +35,7 @@ class InProcessWorld:
         self.mail: dict[Address, deque[Tensor]] = {}
         self.failures: dict[int, str] = {}
         self.aborted: str | None = None
+        self.rings = LocalRings(size, timeout_s=timeout_s)
         self._transports = [InProcessTransport(self, rank) for rank in range(size)]
 
     def transport(self, rank: int) -> InProcessTransport:
@@ -96,9 +100,15 @@ class InProcessTransport(Transport):
     def check_tensor(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
             raise ArgumentError(
-                f"in-process ranks exchange CPU tensors, got one on {tensor.device}; move it, or "
-                "use a process group"
+                f"in-process ranks exchange CPU tensors, got one on {tensor.device}; move it, use a "
+                "process group, or scan with algorithm='device_chain'"
             )
+
+    def make_device_ring(self, device: torch.device) -> LocalRing:
+        reason = why_no_device_scans(device)
+        if reason is not None:
+            raise UnsupportedError(f"scans can't run inside kernels here: {reason}")
+        return self.world.rings.ring(self.rank, device)
 
     def post(self, sends: list[Message], receives: list[Message]) -> list[Request]:
         world = self.world

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 from zeco.collectives.transport import Message, Request, Task, Transport
+from zeco.core.maps import AffineMap
+
+if TYPE_CHECKING:
+    from zeco.collectives.device_ring import DeviceRing
 
 ResultT = TypeVar("ResultT")
 
@@ -30,6 +35,7 @@ class MirroredTransport(Transport):
         self.fabric = base.fabric
         # Runs of ranks on a node keep together; scans want them in the order of the ranks.
         self.nodes = None if base.nodes is None else tuple(reversed(base.nodes))
+        self.takes_device_scans = base.takes_device_scans
         self.posts_receives_early = base.posts_receives_early
 
     def check_tensor(self, tensor: Tensor) -> None:
@@ -46,6 +52,17 @@ class MirroredTransport(Transport):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.base.all_reduce(tensor)
+
+    def device_ring(self, device: torch.device) -> DeviceRing:
+        return self.base.device_ring(device)
+
+    def start_device_scan(
+        self, own: AffineMap, initial: Tensor | None, *, reverse: bool
+    ) -> Task[tuple[Tensor, Tensor]]:
+        return self.base.start_device_scan(own, initial, reverse=not reverse)
+
+    def check_device_scans(self) -> None:
+        self.base.check_device_scans()
 
     def next_tags(self) -> int:
         return self.base.next_tags()

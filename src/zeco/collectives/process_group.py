@@ -8,7 +8,7 @@ stream and the host never waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from zeco.collectives.transport import Message, Request, Task, Transport
 from zeco.collectives.worker import Worker, WorkerTask
 from zeco.core.costs import NVLINK_BY_NCCL
 from zeco.core.errors import ArgumentError, GroupError, RankFailedError
+
+if TYPE_CHECKING:
+    from zeco.collectives.symmetric_ring import SymmetricRing
 
 ResultT = TypeVar("ResultT")
 
@@ -56,6 +59,7 @@ class ProcessGroupTransport(Transport):
                 f"{dist.get_process_group_ranks(group)}; use a group that it is in"
             )
         super().__init__(rank, dist.get_world_size(group))
+        self.takes_device_scans = True
         self.group = group
         self._worker = Worker(f"zeco-scan-{rank}")
         self._store = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -119,11 +123,22 @@ class ProcessGroupTransport(Transport):
         return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.check_device_scans()
         self.check_tensor(tensor)
         total = tensor.clone()
         self.ledger.count_sent("reduce", total.numel() * total.element_size())
         dist.all_reduce(total, group=self.group)
         return total
+
+    def make_device_ring(self, device: torch.device) -> SymmetricRing:
+        from zeco.collectives.symmetric_ring import SymmetricRing
+
+        return SymmetricRing(self.group, device, timeout_s=self._timeout_s(device))
+
+    def _timeout_s(self, device: torch.device) -> float:
+        """Return how long the group's own operations wait."""
+        backend = self.group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+        return backend.options._timeout.total_seconds()  # pyright: ignore
 
     def as_group(self) -> dist.ProcessGroup:
         return self.group

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from zeco.collectives.executor import Execution, Pass
+from zeco.collectives.stream import StreamTask
 from zeco.collectives.transport import TAGS_A_SEQUENCE, Ended, Task, Transport
 from zeco.core.blocks import make_algebra
-from zeco.core.costs import Plan, choose_plan
-from zeco.core.errors import ArgumentError
+from zeco.core.costs import Fabric, Load, Plan, choose_plan, load_of, predict_s
+from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
 from zeco.core.maps import AffineMap
 from zeco.core.precision import true_fp32
-from zeco.core.schedule import build_schedule
+from zeco.core.schedule import BUILDERS, build_schedule
 from zeco.core.transitions import Reset
 
 FORWARD, BACKWARD = "forward", "backward"
 """Purposes of scans, in the ledger."""
+
+DEVICE_CHAIN = "device_chain"
+"""The chain inside CUDA kernels: see `zeco.collectives.device_ring`."""
+
+ALGORITHMS = ("auto", *BUILDERS, DEVICE_CHAIN)
+
+DEVICE_HOP_S = 2e-6
+"""For a block's way through a rank inside kernels, launch included, from the next."""
+
+DEVICE_BYTES_PER_S = 170e9
+"""For what a rank's scan inside a kernel moves: two H200 took 16 us for 2 MiB and 389 us for 64 MiB
+(benchmarks/results/device_scan_gpus_2.json)."""
 
 
 @dataclass(eq=False)
@@ -28,6 +42,16 @@ class ScanHandle:
 
     transport: Transport
     task: Task[tuple[Tensor, Tensor]]
+
+    @property
+    def can_be_held_up(self) -> bool:
+        """Whether large kernels that are launched from now on would delay the scan on every rank.
+
+        So it is where a scan is a row of small kernels and messages on a stream: a matrix product
+        that holds all multiprocessors lets none of them in until it ends, and the next rank waits.
+        A scan inside one kernel has its place by then.
+        """
+        return isinstance(self.task, StreamTask)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return (entering, leaving) [B, H, K, V]; the ledger counts the time until they are there."""
@@ -60,8 +84,10 @@ def start_scan(
         purpose: under which the ledger counts the messages.
         local_pass: see `Execution`; it runs at once, in the caller's thread.
     """
-    transport.check_tensor(own.update)
     plan = make_plan(transport, own, algorithm, num_blocks)
+    if plan.algorithm == DEVICE_CHAIN:
+        return _start_device_scan(transport, own, initial, plan, reverse=reverse, purpose=purpose)
+    transport.check_tensor(own.update)
     B, H, K, V = own.update.shape
     algebra = make_algebra(own.transition, (B, H, K, V), plan.num_blocks)
     # The algebra has the last word on the blocks: there can't be more than there are rows.
@@ -92,18 +118,76 @@ def start_scan(
     return ScanHandle(transport, transport.submit(program))
 
 
+def _start_device_scan(
+    transport: Transport,
+    own: AffineMap,
+    initial: Tensor | None,
+    plan: Plan,
+    *,
+    reverse: bool,
+    purpose: str,
+) -> ScanHandle:
+    """Start a scan inside kernels; the ledger counts its blocks as messages."""
+    with torch.no_grad():
+        task = transport.start_device_scan(own, initial, reverse=reverse)
+    transport.ledger.count_scan(purpose)
+    if transport.rank != (0 if reverse else transport.size - 1):
+        num_bytes = own.update.numel() * own.update.element_size()
+        transport.ledger.count_sent(purpose, num_bytes, plan.num_blocks)
+    return ScanHandle(transport, task)
+
+
 def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: int | None) -> Plan:
-    """Choose what a scan leaves open: the algorithm, the number of blocks."""
+    """Choose what a scan leaves open: the algorithm, the number of blocks.
+
+    Raises:
+        ArgumentError: an unknown algorithm, or blocks that it doesn't take.
+        UnsupportedError: a scan inside kernels that this group can't run.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(unknown_name("algorithm", algorithm, ALGORITHMS))
     if num_blocks is not None and not 1 <= num_blocks < TAGS_A_SEQUENCE:
         raise ArgumentError(f"num_blocks={num_blocks}, but must be from 1 to {TAGS_A_SEQUENCE - 1}")
+    if algorithm == DEVICE_CHAIN:
+        if num_blocks is not None:
+            raise ArgumentError(
+                f"num_blocks={num_blocks}, but algorithm={DEVICE_CHAIN!r} cuts states by itself; leave "
+                "num_blocks out"
+            )
+        return _device_plan(transport, own)
     B, H, K, V = own.update.shape
-    return choose_plan(
+    kind = own.transition.among if isinstance(own.transition, Reset) else own.transition.kind
+    plan = choose_plan(
         transport.size,
         (B, H, K, V),
-        own.transition.among if isinstance(own.transition, Reset) else own.transition.kind,
+        kind,
         own.update.element_size(),
         algorithm=algorithm,
         num_blocks=num_blocks,
         nodes=transport.nodes,
         fabric=transport.fabric,
     )
+    if algorithm != "auto" or num_blocks is not None or transport.size == 1:
+        return plan
+    if not (transport.takes_device_scans and own.update.is_cuda):
+        return plan
+    load = load_of((B, H, K, V), kind, own.update.element_size())
+    if not _pays_on_device(plan, transport.size, load, transport.fabric):
+        return plan
+    try:
+        return _device_plan(transport, own)
+    except UnsupportedError:
+        return plan
+
+
+@lru_cache(maxsize=512)
+def _pays_on_device(plan: Plan, num_ranks: int, load: Load, fabric: Fabric) -> bool:
+    """Return whether a scan inside kernels is predicted to be faster than a plan."""
+    device_s = num_ranks * DEVICE_HOP_S + load.state_bytes / DEVICE_BYTES_PER_S
+    return device_s < predict_s(plan, num_ranks, load, fabric)
+
+
+def _device_plan(transport: Transport, own: AffineMap) -> Plan:
+    """Return the plan of a scan inside kernels; UnsupportedError if this group can't run it."""
+    ring = transport.device_ring(own.update.device)
+    return Plan(DEVICE_CHAIN, ring.layout_of(own).num_blocks, transport.nodes)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+from zeco.collectives.device_ring import why_no_device_scans
+from zeco.collectives.local_rings import LocalRing, LocalRings
 from zeco.collectives.transport import Ended, Message, Request, Transport
-from zeco.core.errors import GroupError
+from zeco.core.errors import GroupError, UnsupportedError
 
 ResultT = TypeVar("ResultT")
 
@@ -21,6 +25,12 @@ class SingleTransport(Transport):
         if sends or receives:
             raise GroupError("a group of one rank has no peer to exchange messages with")
         return []
+
+    def make_device_ring(self, device: torch.device) -> LocalRing:
+        reason = why_no_device_scans(device)
+        if reason is not None:
+            raise UnsupportedError(f"scans can't run inside kernels here: {reason}")
+        return LocalRings(1, timeout_s=1.0).ring(0, device)
 
     def as_group(self) -> None:
         return None

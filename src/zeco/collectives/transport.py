@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from zeco.collectives.ledger import Ledger
 from zeco.core.costs import LOOPBACK, Fabric
-from zeco.core.errors import GroupError, RankFailedError
+from zeco.core.errors import GroupError, RankFailedError, UnsupportedError
+from zeco.core.maps import AffineMap
+
+if TYPE_CHECKING:
+    from zeco.collectives.device_ring import DeviceRing
 
 ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -81,6 +85,9 @@ class Transport(ABC):
     nodes: tuple[int, ...] | None = None
     """Ranks of every node, in the order of the ranks, for scans of two levels; None: one node."""
 
+    takes_device_scans = False
+    """Whether ``auto`` weighs scans inside CUDA kernels: ranks have GPUs of their own."""
+
     posts_receives_early = True
     """Whether receives may be posted long before their sends, in any order."""
 
@@ -91,6 +98,8 @@ class Transport(ABC):
         self.broken: str | None = None
         self._sequence = 0
         self._failures = 0
+        self._ring: DeviceRing | None = None
+        self._why_no_ring: str | None = None
 
     @abstractmethod
     def post(self, sends: list[Message], receives: list[Message]) -> list[Request]:
@@ -138,8 +147,46 @@ class Transport(ABC):
         """Return what stands for this group in calls that take one."""
         return self
 
+    def device_ring(self, device: torch.device) -> DeviceRing:
+        """Return what scans inside kernels on a device; all ranks ask at the same point.
+
+        Args:
+            device: of this rank's states, the same at every call.
+
+        Raises:
+            UnsupportedError: why this group can't, with the remedy.
+        """
+        if self._why_no_ring is not None:
+            raise UnsupportedError(self._why_no_ring)
+        if self._ring is None:
+            try:
+                self._ring = self.make_device_ring(device)
+            except UnsupportedError as error:
+                self._why_no_ring = str(error)
+                raise
+        return self._ring
+
+    def make_device_ring(self, device: torch.device) -> DeviceRing:
+        """Make what `device_ring` returns."""
+        raise UnsupportedError(f"{type(self).__name__} has no scans inside kernels")
+
+    def start_device_scan(
+        self, own: AffineMap, initial: Tensor | None, *, reverse: bool
+    ) -> Task[tuple[Tensor, Tensor]]:
+        """Start a scan inside kernels; see `zeco.collectives.scan.start_scan`."""
+        ring = self.device_ring(own.update.device)
+        return ring.scan(own, initial, reverse=reverse, check=self.check_device_scans)
+
+    def check_device_scans(self) -> None:
+        """Raise if a scan inside a kernel was found to have failed, without waiting for any."""
+        message = None if self._ring is None else self._ring.find_failure()
+        if message is not None:
+            self.broken = message
+            raise RankFailedError(message)
+
     def next_tags(self) -> int:
         """Return the first tag of a new range; every rank of the group asks in the same order."""
+        self.check_device_scans()
         if self.broken is not None:
             raise GroupError(f"this group can't be used any more: {self.broken}; make a new one")
         self._sequence = (self._sequence + 1) % MAX_SEQUENCES

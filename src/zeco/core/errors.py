@@ -14,6 +14,10 @@ class ArgumentError(ZecoError, ValueError):
     """An argument has a wrong value, shape, dtype or device."""
 
 
+class BackendError(ZecoError, RuntimeError):
+    """A backend's kernels give wrong numbers with what is installed here."""
+
+
 class ConfigError(ArgumentError):
     """A configuration file or override names an unknown key or holds an unusable value."""
 

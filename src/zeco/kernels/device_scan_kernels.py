@@ -1,0 +1,316 @@
+"""All-Scan inside kernels: one launch a rank takes every block of its state through.
+
+A thread block walks over the state's blocks ``program, program + programs, ...``: it reads its own map
+(before it waits), waits for the entering block, and sends the leaving block on before it writes its own
+results. `zeco.kernels.device_scan` launches, and says how states are cut.
+"""
+# ruff: noqa: SIM108  (a conditional expression would compile both sides)
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeco.kernels.device_mail import (
+    begin_note,
+    empty,
+    give_room,
+    is_empty,
+    read_clock,
+    receive,
+    send,
+    wait_for_room,
+)
+
+
+@triton.jit
+def begin(
+    epochs,
+    room,
+    status,
+    broken,
+    rank,
+    last,
+    timeout_us,
+    DEPTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return this launch's epoch, its deadline, and whether there is room to send (int32).
+
+    After a scan that failed none waits any more.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program) + 1
+    patience = tl.where(tl.load(broken) == 0, tl.cast(timeout_us, tl.int64) * 1000, 0)
+    deadline = read_clock(INTERPRETED) + patience
+    sends = tl.cast(0, tl.int32)
+    if last == 0:
+        what = begin_note(rank, program, epoch)
+        sends = wait_for_room(
+            room + program, epoch - DEPTH, deadline, status, broken, what, INTERPRETED
+        )
+    return epoch, deadline, sends
+
+
+@triton.jit
+def finish(
+    inbox,
+    epochs,
+    room_before,
+    epoch,
+    num_blocks,
+    receives,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Empty the inbox's blocks of this program once all its threads have read, and say so."""
+    program = tl.program_id(0)
+    tl.debug_barrier()
+    if receives != 0:
+        for block in tl.range(program, num_blocks, tl.num_programs(0)):
+            empty(inbox + tl.cast(block, tl.int64) * (WORDS * LANES), receives, WORDS, LANES)
+        give_room(room_before + program, epoch, INTERPRETED)
+    tl.store(epochs + program, epoch)
+
+
+@triton.jit
+def load_rows(
+    update,
+    log_decay,
+    block,
+    NUMEL: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return a block of the update [WORDS, LANES], and its log decays [WORDS, LANES] or [WORDS, 1]."""
+    SIZE: tl.constexpr = WORDS * LANES
+    words = tl.arange(0, WORDS)
+    element = words[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    start = tl.cast(block, tl.int64) * SIZE
+    u = tl.load(update + start + element, mask=element < NUMEL - start, other=0.0)
+    if KIND == "identity":
+        g = tl.zeros([WORDS, 1], u.dtype)
+    else:
+        per: tl.constexpr = V if KIND == "diagonal" else K * V
+        if per % LANES == 0:
+            first = words[:, None] * LANES
+        else:
+            first = element
+        if SIZE % per == 0:
+            row = start // per + first // per
+        else:
+            row = (start + first) // per
+        g = tl.load(log_decay + row, mask=first < NUMEL - start, other=0.0)
+    return u, g
+
+
+@triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
+def elementwise_scan_kernel(
+    update,
+    log_decay,
+    initial,
+    entering,
+    leaving,
+    inbox,
+    outbox,
+    room,
+    room_before,
+    epochs,
+    status,
+    broken,
+    rank,
+    first,
+    last,
+    resets,
+    has_initial,
+    timeout_us,
+    num_blocks,
+    NUMEL: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KIND: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    PACK: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    RECEIVE_KINDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Scan states whose elements don't mix: ``leaving = exp(log_decay) entering + update``.
+
+    States are flat, [NUMEL]; blocks are runs of WORDS·LANES elements, the last one padded.
+    """
+    SIZE: tl.constexpr = WORDS * LANES
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    u, g = load_rows(update, log_decay, program, NUMEL, K, V, KIND, WORDS, LANES)
+    looks = tl.cast(1, tl.int32)
+    epoch, deadline, sends = begin(
+        epochs, room, status, broken, rank, last, timeout_us, DEPTH, INTERPRETED
+    )
+    slot = (epoch % DEPTH) * num_blocks * SIZE
+    inbox += slot
+    outbox += slot
+    receives = (first == 0).to(tl.int32)
+    element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    if resets != 0:
+        # Nothing of what enters leaves, so nothing is waited for.
+        never = tl.zeros([WORDS], tl.int32)
+        for block in tl.range(program, num_blocks, programs):
+            own, _ = load_rows(update, log_decay, block, NUMEL, K, V, "identity", WORDS, LANES)
+            there = outbox + tl.cast(block, tl.int64) * SIZE
+            send(there, own, never, sends, WORDS, LANES, INTERPRETED)
+        sends = tl.cast(0, tl.int32)
+    for block in tl.range(program, num_blocks, programs):
+        # What the next step needs, and isn't looked at before.
+        next_u, next_g = load_rows(
+            update, log_decay, block + programs, NUMEL, K, V, KIND, WORDS, LANES
+        )
+        start = tl.cast(block, tl.int64) * SIZE
+        next_start = tl.cast(tl.minimum(block + programs, num_blocks - 1), tl.int64) * SIZE
+        next_looks = is_empty(inbox + next_start, receives, INTERPRETED)
+        inside = element < NUMEL - start
+        given = tl.load(initial + start + element, mask=inside & (has_initial != 0), other=0.0)
+        bits, lost = receive(
+            inbox + start,
+            receives,
+            looks,
+            deadline,
+            status,
+            broken,
+            begin_note(rank, block, epoch),
+            WORDS,
+            LANES,
+            PACK,
+            RECEIVE,
+            RECEIVE_KINDS,
+            INTERPRETED,
+        )
+        x = tl.where(first != 0, given, bits.to(u.dtype, bitcast=True))
+        decayed = x if KIND == "identity" else tl.exp(g) * x
+        y = tl.where(resets != 0, u, decayed + u)
+        send(outbox + start, y, lost, sends, WORDS, LANES, INTERPRETED)
+        tl.store(entering + start + element, x, mask=inside, cache_modifier=".cs")
+        tl.store(leaving + start + element, y, mask=inside, cache_modifier=".cs")
+        u, g, looks = next_u, next_g, next_looks
+    finish(inbox, epochs, room_before, epoch, num_blocks, receives, WORDS, LANES, INTERPRETED)
+
+
+@triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
+def dense_scan_kernel(
+    update,
+    matrix,
+    initial,
+    entering,
+    leaving,
+    inbox,
+    outbox,
+    room,
+    room_before,
+    epochs,
+    status,
+    broken,
+    rank,
+    first,
+    last,
+    resets,
+    has_initial,
+    timeout_us,
+    num_blocks,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    PACK: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    RECEIVE_KINDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Scan states [B·H, K, V] that are multiplied by matrices [B·H, K, K].
+
+    A block is BV columns of a head, padded to [BK, BV]. What entered is written out and read again
+    beside the matrix, STEP channels at a time: a whole matrix in registers would spill, and longer sums
+    on tensor cores are less exact.
+    """
+    SIZE: tl.constexpr = WORDS * LANES
+    GROUPS: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch, deadline, sends = begin(
+        epochs, room, status, broken, rank, last, timeout_us, DEPTH, INTERPRETED
+    )
+    slot = (epoch % DEPTH) * num_blocks * SIZE
+    inbox += slot
+    outbox += slot
+    receives = (first == 0).to(tl.int32)
+    element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    row, column = element // BV, element % BV
+    if resets != 0:
+        never = tl.zeros([WORDS], tl.int32)
+        for block in tl.range(program, num_blocks, programs):
+            cols = (block % GROUPS) * BV + column
+            at = tl.cast(block // GROUPS, tl.int64) * (K * V) + row * V + cols
+            own = tl.load(update + at, mask=(row < K) & (cols < V), other=0.0)
+            there = outbox + tl.cast(block, tl.int64) * SIZE
+            send(there, own, never, sends, WORDS, LANES, INTERPRETED)
+        sends = tl.cast(0, tl.int32)
+    k, v = tl.arange(0, BK), tl.arange(0, BV)
+    for block in tl.range(program, num_blocks, programs):
+        head = tl.cast(block // GROUPS, tl.int64)
+        start = tl.cast(block, tl.int64) * SIZE
+        cols = (block % GROUPS) * BV + column
+        at = head * (K * V) + row * V + cols
+        inside = (row < K) & (cols < V)
+        c = (block % GROUPS) * BV + v
+        own = update + head * (K * V) + k[:, None] * V + c[None, :]
+        y = tl.load(own, mask=(k < K)[:, None] & (c < V)[None, :], other=0.0)
+        given = tl.load(initial + at, mask=inside & (has_initial != 0), other=0.0)
+        bits, lost = receive(
+            inbox + start,
+            receives,
+            1,
+            deadline,
+            status,
+            broken,
+            begin_note(rank, block, epoch),
+            WORDS,
+            LANES,
+            PACK,
+            RECEIVE,
+            RECEIVE_KINDS,
+            INTERPRETED,
+        )
+        # Of a block all is lost or nothing: its channels are mixed, and where words lie changes.
+        lost = tl.zeros([WORDS], tl.int32) + tl.max(lost, 0)
+        x = tl.where(first != 0, given, bits.to(y.dtype, bitcast=True))
+        tl.store(entering + at, x, mask=inside)
+        if resets == 0:
+            tl.debug_barrier()
+            for begin_k in tl.range(0, K, STEP):
+                j = begin_k + tl.arange(0, STEP)
+                a = tl.load(
+                    matrix + head * (K * K) + k[:, None] * K + j[None, :],
+                    mask=(k < K)[:, None] & (j < K)[None, :],
+                    other=0.0,
+                )
+                b = tl.load(
+                    entering + head * (K * V) + j[:, None] * V + c[None, :],
+                    mask=(j < K)[:, None] & (c < V)[None, :],
+                    other=0.0,
+                )
+                y = tl.dot(a, b, acc=y, input_precision=PRECISION, out_dtype=y.dtype)
+        out = y.reshape(WORDS, LANES)
+        send(outbox + start, out, lost, sends, WORDS, LANES, INTERPRETED)
+        tl.store(leaving + at, out, mask=inside, cache_modifier=".cs")
+    finish(inbox, epochs, room_before, epoch, num_blocks, receives, WORDS, LANES, INTERPRETED)

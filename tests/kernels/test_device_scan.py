@@ -1,0 +1,125 @@
+"""All-Scan's kernels, interpreted on the CPU, and what the compiler makes of them.
+
+The interpreter is switched on by an environment variable that Triton reads once, when it is first
+imported, so the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = Path(__file__).with_name("device_scan_cases.py")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="the package triton is missing; install zeco-sp[gpu]",
+)
+
+
+@pytest.mark.parametrize("part", ["elementwise", "dense", "failures"])
+def test_interpreted_kernels(part):
+    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, str(CASES), part],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
+def test_every_word_is_received_once(kind):
+    """Compiled for Hopper, without a GPU.
+
+    Triton may copy an operation whose result it wants in several layouts, even one that waits.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zeco.kernels.device_scan import choose_kernel, make_layout
+
+    layout = make_layout((1, 32, 128, 128), torch.float32, kind, max_programs=16, tensor_cores=True)
+    kernel, constants = choose_kernel(layout, interpreted=False)
+    pointers = {"inbox": "*i32", "outbox": "*i32"}
+    pointers |= dict.fromkeys(("room", "room_before", "epochs", "status", "broken"), "*i64")
+    states = ("update", "log_decay", "matrix", "initial", "entering", "leaving")
+    pointers |= dict.fromkeys(states, "*fp32")
+    signature = {
+        name: pointers.get(name, "constexpr" if name in constants else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in pointers
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.num_warps}
+    )
+    ptx = made.asm["ptx"]
+    # Once at first, and once more in the loop of those who wait.
+    assert ptx.count("ld.relaxed.sys.global.v4") == 2 * layout.words // (32 * layout.num_warps)
+    if kind != "dense":
+        assert (
+            made.metadata.shared == 0
+        )  # nothing is exchanged between threads: each waits by itself
+
+
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
+def test_every_launch_of_a_layout_takes_the_same_kernel(kind, monkeypatch):
+    """Triton compiles again for other types, and for some values; meanwhile ranks would wait."""
+    from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar
+    from zeco.kernels import device_scan
+
+    shape = (1, 2, 16, 16)
+    layout = device_scan.make_layout(shape, torch.float32, kind, max_programs=2)
+    kernel, constants = device_scan.choose_kernel(layout, interpreted=False)
+    assert set(constants) <= set(kernel.arg_names)
+    unspecialised = {p.name for p in kernel.params if p.do_not_specialize}
+    seen = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def launch(*arguments, **_):
+                seen.append(dict(zip(kernel.arg_names, arguments, strict=False)))
+
+            return launch
+
+    monkeypatch.setattr(device_scan, "choose_kernel", lambda *_, **__: (Recorder(), {}))
+    state, number = torch.zeros(shape), torch.zeros(2, dtype=torch.int64)
+    bits = torch.zeros(layout.inbox_elements, dtype=layout.bits)
+    ports = device_scan.Ports(bits, bits, number, number, number, number, number)
+    own = {
+        "identity": Identity(),
+        "scalar": Scalar(torch.zeros(1, 2)),
+        "diagonal": Diagonal(torch.zeros(1, 2, 16)),
+        "dense": Dense(torch.zeros(1, 2, 16, 16)),
+    }[kind]
+    for rank, timeout_s in ((0, 0.5), (1, 3.0), (2, 1800.0)):
+        role = device_scan.Role(rank, first=rank == 0, last=rank == 2)
+        for transition in (own, Reset(kind)):
+            for initial in (None, state):
+                device_scan.launch_scan(
+                    layout, ports, role, state, transition, initial, timeout_s=timeout_s,
+                    entering=state, leaving=state,
+                )  # fmt: skip
+
+    def compiled_for(name, value):
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16
+        return -(2**31) <= value < 2**31, None if name in unspecialised else value
+
+    keys = [{name: compiled_for(name, value) for name, value in call.items()} for call in seen]
+    assert len(keys) == 12
+    assert all(key == keys[0] for key in keys)
