@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeco
+from zeco.core.errors import ArgumentError
+from zeco.core.fabric import Fabric
+from zeco.core.fabric_file import fabric_to_dict
 from zeco.testing import run_processes, run_ranks
 
 B, T, H, K, V = 1, 70, 2, 8, 6
@@ -190,6 +195,34 @@ def test_zigzag_batches_are_put_together_again():
         assert torch.equal(whole, tokens)
         assert torch.equal(part["position_ids"], part["input_ids"])
     assert found[0][0]["input_ids"].tolist() == [[0, 1, 2, 3, 20, 21, 22]]
+
+
+def test_the_choice_follows_a_calibrated_fabric(tmp_path):
+    slow = Fabric(1.0, 1e9, 1e-6, 1e12)
+    file = tmp_path / "fabric.json"
+    file.write_text(json.dumps({"figures": {"fabric": fabric_to_dict(slow)}}))
+
+    # With a second a hop, two rounds beat a chain of three hops.
+    for fabric in (slow, file, str(file)):
+
+        def chosen(transport, fabric=fabric):
+            sp = zeco.SequenceParallel(transport, fabric=fabric)
+            return sp.explain((1, 4, 32, 32)).splitlines()[0]
+
+        assert "chain" not in run_ranks(4, chosen)[0]
+    with pytest.raises(ArgumentError, match="holds no fabric"):
+        zeco.SequenceParallel(fabric=tmp_path / "nothing.json")
+
+
+def test_ranks_that_disagree_on_the_fabric_are_told():
+    def call(transport):
+        fabric = Fabric(1e-3 * (1 + transport.rank % 2), 1e9, 1e-6, 1e12)
+        sp = zeco.SequenceParallel(transport, fabric=fabric, check=True)
+        q = torch.zeros(1, 4, 1, 4)
+        zeco.ops.linear_attention(q, q, q, sp=sp)
+
+    with pytest.raises(ArgumentError, match=r"fabric is .* on ranks"):
+        run_ranks(3, call)
 
 
 def test_explain_names_the_choice_first():

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zeco.core.errors import ArgumentError, unknown_name
 from zeco.core.shapes import check_shapes
 from zeco.layers.history import read_history
+from zeco.operators.row_convolution import convolve_rows
 from zeco.sequence_parallel import SequenceParallel
 
 Activation = Literal["silu", "none"]
@@ -93,14 +93,6 @@ class ShortConvolution(nn.Module):
         """
         check_shapes("ShortConvolution", {"x": (x, "B T D")}, D=self.channels)
         history = read_history(x, self.kernel_width - 1, sp=sp, cu_seqlens=cu_seqlens, state=state)
-        rows = history.rows.mT
-        count = rows.shape[2] - (self.kernel_width - 1)
-        if count == 0:
-            # No token at all, and torch refuses fewer rows than the kernel has. The graph is still
-            # needed: for the halo's backward pass, which other ranks wait for, and zero gradients.
-            rows = F.pad(rows, (0, 1))
-        y = F.conv1d(rows, self.weight[:, None], self.bias, groups=self.channels)[..., :count]
-        y = history.merge(y.mT)
-        if self.activation == "silu":
-            y = F.silu(y)
+        y = convolve_rows(history.rows, self.weight, self.bias, silu=self.activation == "silu")
+        y = history.merge(y)
         return y, history.leaving if output_state else None

@@ -115,12 +115,12 @@ class GatedDeltaNet(Mixer):
         q, k, v = self.heads(x, call)
         g = self.decay(self.step(x)).squeeze(-1)
         beta = _writing_strengths(self.beta(x), self.largest_beta)
-        gate = self.gate(x)
+        gate = call.later(lambda: self.gate(x), x.device)
         o, final = gated_delta_rule(
             q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **call.operator_keywords
         )
         call.keep(final)
-        return self.out(self.norm(o, gate.view_as(o)).flatten(2))
+        return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))
 
 
 class KimiDeltaAttention(Mixer):
@@ -169,7 +169,7 @@ class KimiDeltaAttention(Mixer):
         q, k, v = self.heads(x, call)
         g = self.decay(self.step(x))
         beta = _writing_strengths(self.beta(x), self.largest_beta)
-        gate = self.gate(x).sigmoid()
+        gate = call.later(lambda: self.gate(x).sigmoid(), x.device)
         o, final = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **call.operator_keywords)
         call.keep(final)
-        return self.out(self.norm(o, gate.view_as(o)).flatten(2))
+        return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from zeco.core.shapes import state_dtype
 from zeco.layers.mixer import Call, HeadProjections, Mixer, head_dim
 from zeco.layers.norms import GatedRMSNorm
 from zeco.operators.gla import gla
+from zeco.operators.log_gate import log_sigmoid_gate
 
 
 class GatedLinearAttention(Mixer):
@@ -72,9 +71,8 @@ class GatedLinearAttention(Mixer):
     def mix(self, x: Tensor, call: Call) -> Tensor:
         q, k, v = self.heads(x, call)
         logits = self.decay_up(self.decay_down(x))
-        # bf16 logits would round decays near 1 to no decay at all.
-        g = F.logsigmoid(logits.to(state_dtype(logits))) / self.gate_normalizer
-        gate = self.gate(x)
+        g = log_sigmoid_gate(logits, normalizer=self.gate_normalizer)
+        gate = call.later(lambda: self.gate(x), x.device)
         o, final = gla(q, k, v, g.unflatten(-1, k.shape[2:]), **call.operator_keywords)
         call.keep(final)
-        return self.out(self.norm(o, gate.view_as(o)).flatten(2))
+        return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))

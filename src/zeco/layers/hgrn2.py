@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeco.core.errors import ArgumentError
-from zeco.core.shapes import state_dtype
 from zeco.layers.mixer import Call, HeadProjections, Mixer, head_dim
 from zeco.operators.hgrn2 import hgrn2
+from zeco.operators.log_gate import log_sigmoid_gate
 
 
 class HGRN2(Mixer):
@@ -56,7 +56,7 @@ class HGRN2(Mixer):
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
         q, f, i = self.heads(x, call)
-        g = F.logsigmoid(f.to(state_dtype(f)))
+        g = log_sigmoid_gate(f)
         if self.lower_bound:
             low = torch.full_like(g, math.log(self.lower_bound))
             g = torch.logaddexp(low, g + math.log1p(-self.lower_bound))

@@ -90,7 +90,11 @@ def read_history(
     exchange = SingleDevice() if sp is None else sp
     slots = exchange.locate(x.shape[1], cu_seqlens, x.shape[0])
     sizes = [pieces.num_tokens for pieces in slots]
-    lefts = halos(x, sizes, reach, sp, initial=state if cu_seqlens is None else None)
+    initial = state if cu_seqlens is None else None
+    if sp is not None:
+        lefts = halos(x, sizes, reach, sp, initial=initial)
+    else:  # nobody to ask
+        lefts = [x.new_zeros(x.shape[0], reach, x.shape[2]) if initial is None else initial]
     if cu_seqlens is None and len(slots) == 1:
         rows = torch.cat([lefts[0], x], 1)
         return History(rows, reach, None, rows[:, x.shape[1] :])

@@ -56,10 +56,10 @@ class LightningAttention(Mixer):
         log_decay = -torch.exp2(-8 * heads / self.num_heads) * self.rate
         if x.dtype != torch.float64:
             log_decay = log_decay.float()
-        gate = self.gate(x).sigmoid()
+        gate = call.later(lambda: self.gate(x).sigmoid(), x.device)
         # The norm takes out any scale, so the published formula has none.
         o, final = lightning_attention(
             q, k, v, log_decay=log_decay, scale=1.0, **call.operator_keywords
         )
         call.keep(final)
-        return self.out(gate * self.norm(o.flatten(2)))
+        return self.out(gate.result() * self.norm(o.flatten(2)))

@@ -70,7 +70,7 @@ class Mamba2(Mixer):
     def mix(self, x: Tensor, call: Call) -> Tensor:
         B, C, values = self.heads(x, call)
         dt = self.decay.steps(self.step(x))
-        gate = F.silu(self.gate(x))
+        gate = call.later(lambda: F.silu(self.gate(x)), x.device)
         o, final = ssd(values, dt, self.decay.rates(), B, C, self.skip, **call.operator_keywords)
         call.keep(final)
-        return self.out(self.norm(o.flatten(2) * gate))
+        return self.out(self.norm(o.flatten(2) * gate.result()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import check_shapes
 from zeco.layers.convolution import Activation, ShortConvolution
+from zeco.layers.deferred import Deferred
 from zeco.layers.history import History, read_history
 from zeco.sequence_parallel import SequenceParallel
 
@@ -71,6 +73,7 @@ class Call:
         self._histories: list[Tensor] = []
         self._num_read = 0
         self._recurrent: Tensor | None = None
+        self._deferred: Deferred | None = None
 
     @property
     def operator_keywords(self) -> OperatorKeywords:
@@ -80,8 +83,18 @@ class Call:
             "output_final_state": self.output_state,
             "cu_seqlens": self.cu_seqlens,
             "bidirectional": self.bidirectional,
-            "sp": self.sp,
+            "sp": self.sp
+            if self.sp is None or self._deferred is None
+            else self.sp.meanwhile(self._deferred.run),
         }
+
+    def later(self, work: Callable[[], Tensor], device: torch.device) -> Deferred:
+        """Put off what is needed only after the operator until its scan is in flight.
+
+        To be called before `operator_keywords` is read, once a call; see `Deferred`.
+        """
+        self._deferred = Deferred(work, device)
+        return self._deferred
 
     def keep(self, final_state: Tensor | None) -> None:
         """Keep the operator's final state."""
@@ -260,9 +273,9 @@ class HeadProjections(nn.Module):
         self.projection = nn.Linear(width, channels, bias=False)
         if activation is None:
             activation = "silu" if conv_width else "none"
-        self.activation = activation
+        self.activation: Activation = activation
         self.convolution = (
-            ShortConvolution(channels, conv_width, activation="none") if conv_width else None
+            ShortConvolution(channels, conv_width, activation=activation) if conv_width else None
         )
 
     def forward(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -270,7 +283,7 @@ class HeadProjections(nn.Module):
         y = self.projection(x)
         if self.convolution is not None:
             y = call.convolve(self.convolution, y)
-        if self.activation == "silu":
+        elif self.activation == "silu":
             y = F.silu(y)
         parts = y.split([heads * dim for heads, dim in self.shapes], -1)
         return tuple(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeco.layers.convolution import Activation
+from zeco.operators.gated_norm import gated_rms_norm
 
 
 class GatedRMSNorm(nn.Module):
@@ -23,11 +24,13 @@ class GatedRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(head_dim, eps=eps)
+        self.eps = eps
         self.activation = activation
 
     def forward(self, o: Tensor, gate: Tensor) -> Tensor:
         """Return [B, T, H, V] from outputs and gate logits of that shape."""
-        return self.norm(o) * (F.silu(gate) if self.activation == "silu" else gate)
+        silu = self.activation == "silu"
+        return gated_rms_norm(o, gate, self.norm.weight, eps=self.eps, silu=silu)
 
 
 class HeadLayerNorm(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,12 @@ from zeco.collectives.groups import Group, transport_of
 from zeco.collectives.ledger import Ledger
 from zeco.collectives.mirrored import MirroredTransport
 from zeco.collectives.recompute import take_slot
+from zeco.collectives.scan import ALGORITHMS
 from zeco.core.costs import explain_plan
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
+from zeco.core.fabric import Fabric
+from zeco.core.fabric_file import read_fabric
 from zeco.core.partition import (
     check_nodes,
     check_shard_sizes,
@@ -24,9 +29,9 @@ from zeco.core.partition import (
     shard_bounds,
     zigzag_slots,
 )
-from zeco.core.schedule import BUILDERS
 from zeco.operators.segment import Gradients, Outcome, Segment
 from zeco.sequence_parallel.methods import Lasp1, Local, Method, Scanned
+from zeco.sequence_parallel.methods.method import do_nothing
 from zeco.sequence_parallel.methods.ulysses import Ulysses, ask_spans, check_heads
 
 METHODS = ("zeco", "lasp1", "lasp2", "ulysses", "local")
@@ -51,6 +56,9 @@ class SequenceParallel:
             hybrids whose softmax layers need balance. The state then passes twice through each rank.
         nodes: ranks on each node, in the order of the ranks, for the scans that know nodes and for
             the cost model; None means one node, or what an earlier context of this group was given.
+        fabric: what messages cost, for the cost model: a `Fabric`, or the file that ``zeco calibrate
+            --out FILE`` wrote, the same on all ranks; None keeps what is assumed of such a group, or
+            what an earlier context of it was given.
         check: whether every call compares shapes, dtypes and options between the ranks and looks
             for NaN; None means on in torch.distributed's debug mode (TORCH_DISTRIBUTED_DEBUG).
 
@@ -74,11 +82,15 @@ class SequenceParallel:
         shard_sizes: Sequence[int] | None = None,
         layout: str = "contiguous",
         nodes: Sequence[int] | None = None,
+        fabric: Fabric | str | Path | None = None,
         check: bool | None = None,
     ) -> None:
         self.transport = transport_of(group)
         if nodes is not None:
             self.transport.nodes = check_nodes(nodes, self.transport.size)
+        if fabric is not None:
+            is_file = isinstance(fabric, (str, Path))
+            self.transport.fabric = read_fabric(Path(fabric)) if is_file else fabric
         if layout not in LAYOUTS:
             raise ArgumentError(unknown_name("layout", layout, LAYOUTS))
         if num_blocks is not None and num_blocks < 1:
@@ -94,6 +106,7 @@ class SequenceParallel:
             self.shard_sizes = check_shard_sizes(shard_sizes, self.num_slots, what)
         self.check = _debugging() if check is None else check
         self._is_mirrored = False
+        self._meanwhile: Callable[[], None] = do_nothing
 
     @property
     def rank(self) -> int:
@@ -184,6 +197,18 @@ class SequenceParallel:
         ]
         return "\n".join([f"chosen: {lines[0]}", *(f"        {line}" for line in lines[1:])])
 
+    def meanwhile(self, work: Callable[[], None]) -> SequenceParallel:
+        """Return the context for one operator call that does other work while its scan is in flight.
+
+        Args:
+            work: called in the call's forward pass, once for each exchange of it; not with method
+                ``"ulysses"``, whose operators run on whole sequences. Recomputation in the backward
+                pass calls it at the same place.
+        """
+        busy = copy.copy(self)
+        busy._meanwhile = work
+        return busy
+
     # What follows is the exchange that operators see: `zeco.operators.segment.Exchange`.
 
     def mirrored(self) -> SequenceParallel:
@@ -259,6 +284,7 @@ class SequenceParallel:
         slot = take_slot()
         kept = None if slot is None else slot.read()
         if kept is not None:
+            self._meanwhile()
             found = Outcome([], [], list(kept))
             for i, segment in enumerate(segments):
                 o, finals = segment.output(kept[i], initials[i])
@@ -267,7 +293,7 @@ class SequenceParallel:
             return found
         if self.check:
             self._check_call(segments[0], initial)
-        found = self.method.forward(self.transport, segments, initial, initials)
+        found = self.method.forward(self.transport, segments, initial, initials, self._meanwhile)
         if slot is not None:
             slot.write(*found.entering)
         return found
@@ -292,6 +318,7 @@ class SequenceParallel:
             "operator": type(segment).__name__,
             "method": f"{self.method_name} {self.method}",
             "nodes": self.transport.nodes,
+            "fabric": _digest(self.transport.fabric),
             "state shape [B, H, K, V]": list(initial.shape),
             "state dtype": initial.dtype,
         }
@@ -302,8 +329,8 @@ def _make_method(method: str, algorithm: str, num_blocks: int | None, overlap: b
     """Build the method and refuse options that it would have to ignore."""
     if method not in METHODS:
         raise ArgumentError(unknown_name("method", method, METHODS))
-    if algorithm not in ("auto", *BUILDERS):
-        raise ArgumentError(unknown_name("algorithm", algorithm, ["auto", *BUILDERS]))
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(unknown_name("algorithm", algorithm, ALGORITHMS))
     if method == "zeco":
         return Scanned(algorithm, num_blocks, overlap)
     if algorithm != "auto" or num_blocks is not None:
@@ -324,3 +351,8 @@ def _debugging() -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return dist.get_debug_level() != dist.DebugLevel.OFF
+
+
+def _digest(fabric: Fabric) -> str:
+    """Return a short name for a fabric, as ranks that disagree on it can be told apart."""
+    return hashlib.sha256(repr(fabric).encode()).hexdigest()[:12]

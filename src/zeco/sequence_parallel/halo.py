@@ -43,7 +43,9 @@ def halos(
     for slot, part in enumerate(x.split(list(sizes), 1)):
         start = before if slot == 0 or is_turn(transport, slot) else None
         left = collective.halo(part, reach, transport, initial=start, reverse=travels_down(slot))
-        before = torch.cat([left, part], 1)[:, part.shape[1] :]
+        if slot + 1 < len(sizes):
+            recent = part[:, max(0, part.shape[1] - reach) :]
+            before = torch.cat([left, recent], 1)[:, recent.shape[1] :]
         lefts.append(left)
     return lefts
 

@@ -7,7 +7,7 @@ fixed scalar; here it is whatever the operator's transition is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,12 @@ from zeco.collectives.transport import Transport
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Identity
 from zeco.operators.segment import Gradients, Outcome, Segment
-from zeco.sequence_parallel.methods.method import add_to_last, is_turn, travels_down
+from zeco.sequence_parallel.methods.method import (
+    add_to_last,
+    do_nothing,
+    is_turn,
+    travels_down,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Lasp1:
         segments: Sequence[Segment],
         initial: Tensor,
         initials: Sequence[Tensor | None],
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Outcome:
         """Wait for the entering state, run the pass, pass the leaving state on."""
         found = Outcome([], [], [])
@@ -55,6 +61,7 @@ class Lasp1:
                 purpose=FORWARD,
                 local_pass=whole_pass,
             ).wait()
+        meanwhile()
         return found
 
     def backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeco.collectives.transport import Transport
 from zeco.operators.segment import Gradients, Outcome, Segment
+from zeco.sequence_parallel.methods.method import do_nothing
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Local:
         segments: Sequence[Segment],
         initial: Tensor,
         initials: Sequence[Tensor | None],
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Outcome:
         """Run each pass from zeros, but from the initial state where the sequence starts."""
         found = Outcome([], [], [])
@@ -32,6 +34,7 @@ class Local:
             found.o.append(o)
             found.finals.append(finals)
             found.entering.append(entering)
+        meanwhile()
         return found
 
     def backward(

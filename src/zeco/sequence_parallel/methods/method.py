@@ -12,13 +12,17 @@ With the contiguous layout there is one slot, and no turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from zeco.collectives.transport import Transport
 from zeco.operators.segment import Gradients, Outcome, Segment
+
+
+def do_nothing() -> None:
+    """Do nothing: a caller without work for the time in which a scan is in flight."""
 
 
 class Method(Protocol):
@@ -30,8 +34,13 @@ class Method(Protocol):
         segments: Sequence[Segment],
         initial: Tensor,
         initials: Sequence[Tensor | None],
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Outcome:
-        """Find the entering states and run the segments."""
+        """Find the entering states and run the segments.
+
+        ``meanwhile`` is work of the caller's that needs none of this. It is called in any case,
+        while the scans are in flight if the method has such a time and the work can't delay them.
+        """
         ...
 
     def backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,12 @@ from zeco.collectives.scan import BACKWARD, FORWARD, ScanHandle, start_scan
 from zeco.collectives.transport import Transport
 from zeco.core.maps import AffineMap
 from zeco.operators.segment import Gradients, Outcome, Segment
-from zeco.sequence_parallel.methods.method import add_to_last, is_turn, travels_down
+from zeco.sequence_parallel.methods.method import (
+    add_to_last,
+    do_nothing,
+    is_turn,
+    travels_down,
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,9 @@ class Scanned:
         segments: Sequence[Segment],
         initial: Tensor,
         initials: Sequence[Tensor | None],
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Outcome:
-        """State pass, scan, intra-chunk work in its shadow, output pass."""
+        """State pass, scan, intra-chunk and other work in its shadow, output pass."""
         scans: list[ScanHandle] = []
         for slot, segment in enumerate(segments):
             own = segment.summarize(initials[slot])
@@ -47,6 +53,9 @@ class Scanned:
         if self.overlap:
             for segment in segments:
                 segment.prepare()
+        beside = self.overlap and not any(scan.can_be_held_up for scan in scans)
+        if beside:
+            meanwhile()
         found = Outcome([], [], [])
         for slot, segment in enumerate(segments):
             if segment.pieces.continued:
@@ -57,6 +66,8 @@ class Scanned:
             found.o.append(o)
             found.finals.append(finals)
             found.entering.append(entering)
+        if not beside:
+            meanwhile()
         return found
 
     def backward(
