@@ -1,4 +1,4 @@
-"""``zeco bench``: measurements on emulated hosts, which need root."""
+"""``zeco bench``: measurements on emulated hosts, which need root, and of operators on one device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from zeco.benchmarks.sleep import read_layer
 from zeco.benchmarks.steps import METHODS, SLEEPS
 from zeco.benchmarks.units import parse_numbers, parse_rate, parse_shape, parse_time
 from zeco.benchmarks.weak_scaling import weak_scaling
+from zeco.cli.bench_op import OpArguments, run_op
 from zeco.cli.calibrate import show
 from zeco.core.errors import ArgumentError
 from zeco.core.fabric_file import fabric_from_dict, fabric_to_dict, read_fabric
@@ -126,6 +127,7 @@ Benchmarks = (
     | Annotated[CommArguments, tyro.conf.subcommand("comm")]
     | Annotated[OverlapArguments, tyro.conf.subcommand("overlap")]
     | Annotated[WeakScalingArguments, tyro.conf.subcommand("weak-scaling")]
+    | Annotated[OpArguments, tyro.conf.subcommand("op")]
 )
 
 
@@ -134,7 +136,14 @@ def run(arguments: Sequence[str]) -> int:
     given: Any = tyro.cli(Benchmarks, args=list(arguments), prog="zeco bench")  # type: ignore[call-overload]
     if given.repetitions < 1:
         raise ArgumentError(f"--repetitions {given.repetitions}: give at least 1")
-    command = shlex.join(["zeco", "bench", *arguments])
+    figures = run_op(given) if isinstance(given, OpArguments) else _run_on_hosts(given)
+    if given.out is not None:
+        command = shlex.join(["zeco", "bench", *arguments])
+        write_record(given.out, command=command, figures=figures)
+    return 1 if "refused" in figures else 0
+
+
+def _run_on_hosts(given: Links) -> dict[str, Any]:
     match given:
         case ClusterArguments():
             figures = _cluster(given)
@@ -142,12 +151,12 @@ def run(arguments: Sequence[str]) -> int:
             figures = _comm(given)
         case OverlapArguments():
             figures = _overlap(given)
-        case _:
+        case WeakScalingArguments():
             figures = _weak_scaling(given)
-    if given.out is not None:
-        links = {"rate": given.rate, "inside_rate": given.inside_rate, "latency": given.latency}
-        write_record(given.out, command=command, figures={"links": links, **figures})
-    return 0
+        case _:
+            raise TypeError(f"no benchmark takes {type(given).__name__}")
+    links = {"rate": given.rate, "inside_rate": given.inside_rate, "latency": given.latency}
+    return {"links": links, **figures}
 
 
 def _spec(given: Links, num_ranks: int, nodes: str | None = None) -> ClusterSpec:

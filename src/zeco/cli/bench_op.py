@@ -1,0 +1,150 @@
+"""``zeco bench op``: one operator on one device, checked and then timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from zeco.benchmarks.device import pick_device
+from zeco.benchmarks.op import EAGER, GRAPH, OpSpec, measure_op
+from zeco.benchmarks.op_gate import GATES
+from zeco.benchmarks.op_report import draw_times, tables
+from zeco.core.errors import ArgumentError, unknown_name
+from zeco.testing.cases import CASES, Setting
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class OpArguments:
+    """Check an operator against fp64, then time it beside Flash Linear Attention and its floors.
+
+    Attributes:
+        op: the public operator, such as gla.
+        batch: B.
+        tokens: T.
+        heads: value heads H.
+        key_heads: heads of queries and keys; left out, as many as value heads.
+        key_dim: K.
+        value_dim: V.
+        dtype: of the inputs: bfloat16, float16, float32 or float64.
+        gates_dtype: of the inputs that decays are made of; left out, float32 (float64 for float64
+            inputs).
+        backend: of our operator: auto, torch, triton or fla.
+        strong: whether every token decays by exp(-20) or more.
+        repetitions: of every time, of which the median is told.
+        device: auto, cuda or cpu.
+        timing: eager calls, replays of CUDA graphs, or both; auto is both on CUDA and eager on a CPU.
+        peer: fla for Flash Linear Attention's operator with its default settings, none for none;
+            auto takes it where it runs, and says where it doesn't. Its first call autotunes for a
+            minute or more.
+        check_tokens: on which results are checked before anything is timed.
+        one_gpu_ranks: P virtual ranks on this device, for the cost that a middle one adds.
+        out: JSON file for the figures; a chart goes beside it, as PNG.
+    """
+
+    op: Annotated[str, tyro.conf.Positional]
+    batch: int = 1
+    tokens: int = 16384
+    heads: int = 16
+    key_heads: int | None = None
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    gates_dtype: str | None = None
+    backend: str = "auto"
+    strong: bool = False
+    repetitions: int = 30
+    device: str = "auto"
+    timing: Literal["auto", "both", "eager", "graph"] = "auto"
+    peer: Literal["auto", "fla", "none"] = "auto"
+    check_tokens: int = 4096
+    one_gpu_ranks: int | None = None
+    out: Path | None = None
+
+
+def run_op(given: OpArguments) -> dict[str, Any]:
+    """Measure, print the tables, draw the chart; return the figures.
+
+    Raises:
+        ArgumentError: an argument that doesn't exist, doesn't fit the operator or the device.
+    """
+    figures = measure_op(make_spec(given))
+    console = Console()
+    for table in tables(figures):
+        console.print(table)
+    for note in figures["notes"]:
+        console.print(note, markup=False, highlight=False)
+    if "refused" in figures:
+        console.print(f"not timed: {figures['refused']}", markup=False, highlight=False)
+    elif given.out is not None:
+        draw_times(given.out.with_suffix(".png"), figures)
+    return figures
+
+
+def make_spec(given: OpArguments) -> OpSpec:
+    """Turn the arguments into what is measured."""
+    sizes = ("batch", "tokens", "heads", "key_dim", "value_dim", "check_tokens")
+    for name in sizes:
+        if getattr(given, name) < 1:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option} {getattr(given, name)}: give at least 1")
+    if given.op not in CASES:
+        raise ArgumentError(unknown_name("operator", given.op, CASES))
+    case = CASES[given.op]
+    device = pick_device(given.device)
+    dtype = _dtype("dtype", given.dtype)
+    timing = given.timing
+    if timing == "auto":
+        timing = "both" if device.type == "cuda" else "eager"
+    setting = Setting(
+        given.op,
+        batch=given.batch,
+        length=given.tokens,
+        heads=given.heads,
+        key_heads=given.heads if given.key_heads is None else given.key_heads,
+        key_dim=given.key_dim,
+        value_dim=given.value_dim,
+        decay="strong" if given.strong else "mild",
+        states=False,
+    )
+    names = case.make(Setting(heads=1, key_heads=1, length=1), torch.Generator()).keys()
+    if not names & GATES:
+        for option, value in (("gates-dtype", given.gates_dtype), ("strong", given.strong)):
+            if value:
+                raise ArgumentError(f"--{option}: {given.op} has no decay among its inputs")
+    return OpSpec(
+        case=case,
+        setting=setting,
+        dtype=dtype,
+        gates_dtype=_gates_dtype(given, dtype),
+        backend=given.backend,
+        device=device,
+        repetitions=given.repetitions,
+        hows=(EAGER, GRAPH) if timing == "both" else (timing,),
+        peer=given.peer,
+        check_tokens=given.check_tokens,
+        num_ranks=given.one_gpu_ranks,
+    )
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ArgumentError(f"--{option}: " + unknown_name("dtype", name, DTYPES))
+    return DTYPES[name]
+
+
+def _gates_dtype(given: OpArguments, dtype: torch.dtype) -> torch.dtype:
+    if given.gates_dtype is not None:
+        return _dtype("gates-dtype", given.gates_dtype)
+    return torch.float64 if dtype == torch.float64 else torch.float32
