@@ -15,7 +15,8 @@ COMMANDS = {
     "demo": ("zeco.cli.demo", "train on 4 ranks, compare with 1, and show what was learned"),
     "simulate": ("zeco.cli.simulate", "time scans and layers on clusters that aren't here"),
     "verify": ("zeco.cli.verify", "measure the errors of every operator and method"),
-    "bench": ("zeco.cli.bench", "measure scans and steps on emulated hosts (root)"),
+    "bench": ("zeco.cli.bench", "measure operators, and scans and steps on emulated hosts (root)"),
+    "doctor": ("zeco.cli.doctor", "check the installation and a group of ranks"),
     "calibrate": ("zeco.cli.calibrate", "measure what messages cost on a group"),
 }
 USER_ERROR = 2
