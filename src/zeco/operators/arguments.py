@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from zeco.core.errors import ArgumentError
@@ -24,7 +26,10 @@ _COMMON = """initial_state: state [B, H, K, V] before the first token, or with `
             states; `zeco.operators.bidirectional` has the formula, token by token.
         sp: the sequence-parallel context, when the sequence is split over ranks; the tensors are
             then this rank's part. None: the sequence lies whole on this device.
-        backend: ``"auto"`` or the name of an implementation.
+        backend: ``"torch"``; ``"triton"`` for decays and ``"fla"`` for delta rules in 16 bits, both
+            on CUDA; or ``"auto"``, the fastest that takes the call, which the log
+            ``zeco.backends`` names with the reasons. Kernels of ``"fla"`` are tuned for each shape,
+            a minute or more when it is first seen.
 
     Returns:
         The outputs [B, T, H, V] in the dtype of the first input, and the final state shaped as
@@ -32,7 +37,8 @@ _COMMON = """initial_state: state [B, H, K, V] before the first token, or with `
 
     Raises:
         ArgumentError: a shape, dtype, device or value does not fit; the message names it.
-        UnsupportedError: the backend is not offered for this operator, device or installation."""
+        UnsupportedError: the backend is not offered for this operator, device or installation.
+        BackendError: kernels of ``"fla"`` give wrong numbers here."""
 
 
 def documented(function: F) -> F:
@@ -113,6 +119,15 @@ def check_heads(name: str, num_value_heads: int, **others: int) -> None:
                 f"{name}: {argument} has {count} heads, which does not divide the "
                 f"{num_value_heads} value heads; use a divisor of it"
             )
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype that holds the values of all tensors.
+
+    >>> common_dtype(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1))
+    torch.float32
+    """
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def repeat_heads(x: Tensor, num_heads: int, *, dim: int = 2) -> Tensor:

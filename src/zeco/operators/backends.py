@@ -1,18 +1,31 @@
-"""Which implementation of an operator runs: chosen by name, or for the device, never in silence."""
+"""Which implementation of an operator runs: chosen by name, or for the device, never in silence.
+
+What is chosen, and why not a faster one, goes to the log ``zeco.backends``, once each::
+
+    logging.basicConfig(); logging.getLogger("zeco.backends").setLevel("INFO")
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 import torch
 
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
+from zeco.operators.fla_check import is_installed, why_not_installed
 
 BACKENDS = ("auto", "torch", "triton", "fla")
 
 
-def choose_backend(name: str, backend: str, device: torch.device, offered: Collection[str]) -> str:
+def choose_backend(
+    name: str,
+    backend: str,
+    device: torch.device,
+    offered: Collection[str],
+    refused: Mapping[str, str | None] | None = None,
+) -> str:
     """Return the backend that an operator call uses.
 
     Args:
@@ -20,6 +33,7 @@ def choose_backend(name: str, backend: str, device: torch.device, offered: Colle
         backend: what the caller asked for.
         device: where the inputs are.
         offered: the backends that this operator has.
+        refused: why a backend doesn't take this call, by its name; None where it does.
 
     Raises:
         ArgumentError: the name is no backend.
@@ -30,9 +44,15 @@ def choose_backend(name: str, backend: str, device: torch.device, offered: Colle
     """
     if backend not in BACKENDS:
         raise ArgumentError(f"{name}: " + unknown_name("backend", backend, BACKENDS))
-    usable = {b: why_not(b, device) for b in ("triton", "fla", "torch") if b in offered}
+    refused = {} if refused is None else refused
+    usable = {
+        b: why_not(b, device) or refused.get(b) for b in ("triton", "fla", "torch") if b in offered
+    }
     if backend == "auto":
-        return next(b for b, reason in usable.items() if reason is None)
+        chosen = next(b for b, reason in usable.items() if reason is None)
+        without = "".join(f"; not {b!r}: {reason}" for b, reason in usable.items() if reason)
+        _tell(f"{name}: backend {chosen!r}{without}")
+        return chosen
     if backend not in usable:
         raise UnsupportedError(
             f"{name}: backend {backend!r} isn't offered for this operator; use one of "
@@ -43,13 +63,20 @@ def choose_backend(name: str, backend: str, device: torch.device, offered: Colle
     return backend
 
 
+@lru_cache(maxsize=256)
+def _tell(message: str) -> None:
+    """Write a choice to the log, once."""
+    logging.getLogger("zeco.backends").info(message)
+
+
 def why_not(backend: str, device: torch.device) -> str | None:
     """Return why a backend can't run on a device, with the remedy; None if it can."""
     if backend == "torch":
         return None
     if device.type != "cuda":
         return f"the inputs are on {device}; move them to a CUDA device or use backend='torch'"
-    package = {"triton": "triton", "fla": "fla"}[backend]
-    if importlib.util.find_spec(package) is None:
-        return f"the package {package} is missing; install zeco-sp[gpu]"
+    if backend == "fla":
+        return why_not_installed(device)
+    if not is_installed("triton"):
+        return "the package triton is missing; install zeco-sp[gpu]"
     return None

@@ -18,10 +18,12 @@ from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
 from zeco.operators.delta_core import Exact
+from zeco.operators.fla_check import why_not_fla
+from zeco.operators.fla_delta import FlaDeltaSegment
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange, Inputs
 
-OFFERED = ("torch",)
+OFFERED = ("torch", "fla")
 
 # Added to the squared norm of queries and keys, as Flash Linear Attention does.
 _NORM_EPS = 1e-6
@@ -53,8 +55,10 @@ class DeltaRuleOperator:
         _, k, v, _, _ = cast("tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]", inputs)
         return k.shape[0], k.shape[2], k.shape[3], v.shape[3]
 
-    def segment(self, inputs: Inputs, pieces: Pieces) -> DeltaRuleSegment:
+    def segment(self, inputs: Inputs, pieces: Pieces) -> DeltaRuleSegment | FlaDeltaSegment:
         """Return the call of this operator on a rank's tokens."""
+        if self.backend == "fla":
+            return FlaDeltaSegment(self, inputs, pieces)
         return DeltaRuleSegment(self, inputs, pieces)
 
 
@@ -168,10 +172,12 @@ def run_delta_rule(
         g = repeat_heads(g, H)
     if use_qk_l2norm_in_kernel:
         q, k = unit_norm(q), unit_norm(k)
+    dtypes = (None if x is None else x.dtype for x in (q, k, v, g, beta))
+    refused = {"fla": why_not_fla(sizes["K"], sizes["V"], *dtypes)}
     operator = DeltaRuleOperator(
         name,
         sizes["K"] ** -0.5 if scale is None else float(scale),
-        backend=choose_backend(name, backend, q.device, OFFERED),
+        backend=choose_backend(name, backend, q.device, OFFERED, refused),
     )
     inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g, repeat_heads(beta, H))
     if bidirectional:

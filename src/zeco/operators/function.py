@@ -1,14 +1,16 @@
 """The one autograd function: every operator under every sequence-parallel method.
 
-It saves the inputs and the entering state only. Forward and backward are an `Exchange`'s: it decides
-when the segment's passes run around the communication. See `zeco.operators.segment` for the order.
+It saves the inputs, the entering state and what little a segment keeps. Forward and backward are an
+`Exchange`'s: it decides when the segment's passes run around the communication. See
+`zeco.operators.segment` for the order.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -104,7 +106,10 @@ class SegmentFunction(torch.autograd.Function):
         with _reported(exchange), _own_precision(initial.device):
             found = exchange.forward(segments, initial, _split_initials(initials, slots))
         ctx.operator, ctx.exchange, ctx.slots = operator, exchange, slots
-        ctx.save_for_backward(initials, *found.entering, *inputs)
+        kept = [segment.keep() for segment in segments]
+        ctx.num_kept = [len(tensors) for tensors in kept]
+        saved = (tensor for tensors in kept for tensor in tensors)
+        ctx.save_for_backward(initials, *found.entering, *inputs, *saved)
         return _joined(found.o, 1), _joined(found.finals, 0)
 
     @staticmethod
@@ -114,10 +119,15 @@ class SegmentFunction(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         slots: tuple[Pieces, ...] = ctx.slots
         initials, *rest = ctx.saved_tensors
-        entering, inputs = rest[: len(slots)], tuple(rest[len(slots) :])
+        entering, rest = rest[: len(slots)], rest[len(slots) :]
+        num_inputs = len(rest) - sum(ctx.num_kept)
+        inputs, kept = tuple(rest[:num_inputs]), iter(rest[num_inputs:])
         with _reported(exchange), _own_precision(d_o.device):
+            segments = _segments(ctx.operator, inputs, slots)
+            for segment, count in zip(segments, ctx.num_kept, strict=True):
+                segment.recall(tuple(islice(kept, count)))
             found = exchange.backward(
-                _segments(ctx.operator, inputs, slots),
+                segments,
                 entering,
                 _split_initials(initials, slots),
                 d_o.split([p.num_tokens for p in slots], 1),
@@ -157,8 +167,9 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 @contextmanager
 def _own_precision(device: torch.device) -> Generator[None]:
-    """Keep autocast and TF32 away from states and gates."""
-    with torch.autocast(device.type, enabled=False), true_fp32(device):
+    """Keep autocast and TF32 away from states and gates, and let kernels start where tensors are."""
+    where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with where, torch.autocast(device.type, enabled=False), true_fp32(device):
         yield
 
 

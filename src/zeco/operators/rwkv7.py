@@ -21,7 +21,6 @@ from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, causal_scores, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
-from zeco.operators.delta_call import OFFERED
 from zeco.operators.delta_core import Exact
 from zeco.operators.function import operator_call, run_operator
 from zeco.operators.segment import Exchange, Inputs
@@ -171,7 +170,7 @@ def rwkv7(
     check_log_decay("rwkv7", "w", w, sp)
     operator = RWKV7Operator(
         1.0 if scale is None else float(scale),
-        backend=choose_backend("rwkv7", backend, r.device, OFFERED),
+        backend=choose_backend("rwkv7", backend, r.device, ("torch",)),
     )
     r, w, k, a, b = (repeat_heads(x, H) for x in keyed.values())
     inputs = (r, w, k, v, a, b)

@@ -118,6 +118,13 @@ class Segment(ABC):
     def fresh(self, inputs: Inputs | None = None) -> Segment:
         """Return a segment over other inputs (default: the same), with nothing kept from before."""
 
+    def keep(self) -> tuple[Tensor, ...]:
+        """Return small results of the forward pass that spare `replay` work; none by default."""
+        return ()
+
+    def recall(self, kept: tuple[Tensor, ...]) -> None:  # noqa: B027 (most keep nothing)
+        """Take what `keep` of another segment over the same inputs and initial states gave."""
+
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
         """Recompute the forward pass for `backward`."""
         self._leaves = tuple(

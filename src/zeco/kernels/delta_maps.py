@@ -1,0 +1,305 @@
+"""Maps of runs of the delta rules' chunks, and states through such maps.
+
+A run maps the state that enters it to the one that leaves it, S -> M S + U. Both come from one pass
+over its chunks: each column of U is a state that starts from zero, each column of M one that starts
+from a column of the identity and writes no values. So a transition costs what a state of K value
+channels costs, and is rounded alike; its chunks' K×K matrices are never formed.
+
+With w the WY rows, k the keys decayed to the chunk's end and x what a chunk's tokens write::
+
+    x = u - w S            S <- exp(b_C) ∘ S + kᵀ x
+
+Maps [N, H, K, V + K] hold U beside M. Chains of a few maps (one sequence's runs) are small: one
+launch takes all, in three TF32 products that make up fp32.
+"""
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64
+
+_MAP_WIDTH = 64  # columns a program of the pass over a run
+_MAP_STAGES = 2
+_MAP_WARPS = 4
+_CHAIN_WIDTH = 32  # columns a program of a chain of maps
+_CHAIN_WARPS = 8
+
+
+@triton.jit
+def run_maps_kernel(
+    k_ptr,
+    w_ptr,
+    u_ptr,
+    decay_ptr,
+    maps_ptr,
+    cu_seqlens_ptr,
+    first_run,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    GATE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Walk one run with BN columns of its map; GATE is 0 for none, 1 a head, 2 a channel."""
+    V_BLOCKS: tl.constexpr = (V + BN - 1) // BN
+    block = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    run = tl.program_id(2).to(tl.int64)
+    start = tl.load(cu_seqlens_ptr + first_run + run).to(tl.int64)
+    stop = tl.load(cu_seqlens_ptr + first_run + run + 1).to(tl.int64)
+    tokens = (stop - start).to(tl.int32)
+
+    is_update = block < V_BLOCKS
+    column = tl.where(is_update, block, block - V_BLOCKS) * BN + tl.arange(0, BN)
+    width = tl.where(is_update, V, K)
+    rows, channels = tl.arange(0, C), tl.arange(0, BK)
+    in_k, in_column = channels < K, column < width
+    state = tl.where((channels[:, None] == column[None, :]) & (block >= V_BLOCKS), 1.0, 0.0)
+    for c in tl.range(0, (tokens + C - 1) // C, num_stages=STAGES):
+        inside = c * C + rows < tokens
+        token = (start + c * C + rows) * H + h
+        last = (start + tl.minimum(c * C + C, tokens) - 1) * H + h
+        in_rows = inside[:, None] & in_k[None, :]
+        w = tl.load(w_ptr + token[:, None] * K + channels[None, :], mask=in_rows, other=0.0)
+        k = tl.load(k_ptr + token[:, None] * K + channels[None, :], mask=in_rows, other=0.0)
+        in_u = inside[:, None] & (in_column & is_update)[None, :]
+        u = tl.load(u_ptr + token[:, None] * V + column[None, :], mask=in_u, other=0.0)
+        x = u.to(tl.float32) - tl.dot(w, state.to(w.dtype))
+        if GATE == 1:
+            b = tl.load(decay_ptr + token, mask=inside, other=0.0)
+            total = tl.load(decay_ptr + last)
+            x = x * tl.exp2(tl.where(inside, total - b, 0.0))[:, None]
+            state = state * tl.exp2(total)
+        if GATE == 2:
+            total = tl.load(decay_ptr + last * K + channels, mask=in_k, other=0.0)
+            state = state * tl.exp2(total)[:, None]
+        state = tl.dot(tl.trans(k), x.to(k.dtype), state)
+    at = (run * H + h) * K * (V + K) + channels[:, None] * (V + K)
+    at += tl.where(is_update, column, V + column)[None, :]
+    tl.store(maps_ptr + at, state, mask=in_k[:, None] & in_column[None, :])
+
+
+def run_maps(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    decay: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    first: int,
+    stop: int,
+) -> Tensor:
+    """Return the maps of runs first to stop - 1, fp32 [stop - first, H, K, V + K].
+
+    Args:
+        k: keys [1, T, H, K], contiguous; with a gate a channel, decayed to the chunk's end.
+        w: WY rows [1, T, H, K].
+        u: their values [1, T, H, V].
+        decay: cumulative log decay of each chunk in base 2, fp32 [1, T, H] or [1, T, H, K], or None.
+        cu_seqlens: cut points of all runs.
+        first: the first run.
+        stop: one past the last.
+    """
+    _, _, H, K = k.shape
+    V = u.shape[3]
+    BK = max(16, triton.next_power_of_2(K))
+    BN = _MAP_WIDTH if BK <= 128 else 32
+    size = (stop - first, H, K, V + K)
+    maps = torch.empty(size, dtype=torch.float32, device=k.device)
+    blocks = triton.cdiv(V, BN) + triton.cdiv(K, BN)
+    gate = 0 if decay is None else decay.ndim - 2
+    run_maps_kernel[(blocks, H, stop - first)](
+        k,
+        w,
+        u,
+        decay,
+        maps,
+        cu_seqlens,
+        first,
+        H,
+        K,
+        V,
+        CHUNK,
+        BK,
+        BN,
+        gate,
+        _MAP_STAGES,
+        num_warps=_MAP_WARPS,
+    )
+    return maps
+
+
+@triton.jit
+def load_block(ptr, rows, columns, in_rows, in_columns, stride: tl.constexpr):
+    """Return a block of a matrix whose rows are ``stride`` apart, zeros outside of it."""
+    mask = in_rows[:, None] & in_columns[None, :]
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def chain_kernel(
+    maps_ptr,
+    own_ptr,
+    start_ptr,
+    states_ptr,
+    end_ptr,
+    length,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    BACK: tl.constexpr,
+    TOTAL: tl.constexpr,
+):
+    """Take BN columns of one sequence's state through its maps.
+
+    BACK: through the transposed maps from the last, adding ``own`` in place of the updates. TOTAL:
+    from zero and the identity, the columns of the map that all make up. States have K rows in one
+    block of BK, or in two.
+    """
+    TWO: tl.constexpr = K > BK
+    W: tl.constexpr = V + K
+    V_BLOCKS: tl.constexpr = (V + BN - 1) // BN
+    block = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    is_state = block < V_BLOCKS
+    column = tl.where(is_state, block, block - V_BLOCKS) * BN + tl.arange(0, BN)
+    in_column = column < tl.where(is_state, V, K)
+    low = tl.arange(0, BK)
+    high = BK + low
+    in_low, in_high = low < K, high < K
+    if TOTAL:
+        is_one = (low[:, None] == column[None, :]) & (block >= V_BLOCKS)
+        s1 = tl.where(is_one, 1.0, 0.0)
+        if TWO:
+            is_one = (high[:, None] == column[None, :]) & (block >= V_BLOCKS)
+            s2 = tl.where(is_one, 1.0, 0.0)
+    else:
+        at_state = start_ptr + (sequence * H + h) * K * V
+        s1 = load_block(at_state, low, column, in_low, in_column, V)
+        if TWO:
+            s2 = load_block(at_state, high, column, in_high, in_column, V)
+    adds = in_column & is_state
+    for step in range(0, length):
+        run = sequence * length + (length - 1 - step if BACK else step)
+        at = (run * H + h) * K
+        if not TOTAL:
+            here = states_ptr + at * V
+            mask = in_low[:, None] & in_column[None, :]
+            tl.store(here + low[:, None] * V + column[None, :], s1, mask=mask)
+            if TWO:
+                mask = in_high[:, None] & in_column[None, :]
+                tl.store(here + high[:, None] * V + column[None, :], s2, mask=mask)
+        matrix = maps_ptr + at * W + V
+        if BACK:
+            n1 = load_block(own_ptr + at * V, low, column, in_low, adds, V)
+            m = tl.trans(load_block(matrix, low, low, in_low, in_low, W))
+        else:
+            n1 = load_block(maps_ptr + at * W, low, column, in_low, adds, W)
+            m = load_block(matrix, low, low, in_low, in_low, W)
+        n1 = tl.dot(m, s1, n1, input_precision="tf32x3")
+        if TWO:
+            if BACK:
+                n2 = load_block(own_ptr + at * V, high, column, in_high, adds, V)
+                m12 = tl.trans(load_block(matrix, high, low, in_high, in_low, W))
+                m21 = tl.trans(load_block(matrix, low, high, in_low, in_high, W))
+                m22 = tl.trans(load_block(matrix, high, high, in_high, in_high, W))
+            else:
+                n2 = load_block(maps_ptr + at * W, high, column, in_high, adds, W)
+                m12 = load_block(matrix, low, high, in_low, in_high, W)
+                m21 = load_block(matrix, high, low, in_high, in_low, W)
+                m22 = load_block(matrix, high, high, in_high, in_high, W)
+            n1 = tl.dot(m12, s2, n1, input_precision="tf32x3")
+            n2 = tl.dot(m21, s1, n2, input_precision="tf32x3")
+            s2 = tl.dot(m22, s2, n2, input_precision="tf32x3")
+        s1 = n1
+    OUT: tl.constexpr = W if TOTAL else V
+    end = end_ptr + (sequence * H + h) * K * OUT + tl.where(is_state, 0, V)
+    mask = in_low[:, None] & in_column[None, :]
+    tl.store(end + low[:, None] * OUT + column[None, :], s1, mask=mask)
+    if TWO:
+        mask = in_high[:, None] & in_column[None, :]
+        tl.store(end + high[:, None] * OUT + column[None, :], s2, mask=mask)
+
+
+def _launch(
+    maps: Tensor,
+    own: Tensor | None,
+    start: Tensor | None,
+    states: Tensor | None,
+    end: Tensor,
+    *,
+    back: bool = False,
+) -> None:
+    B, H, K, _ = end.shape
+    V = maps.shape[3] - K
+    BK = min(128, max(16, triton.next_power_of_2(K)))
+    BN = 16 if K > 128 else _CHAIN_WIDTH
+    total = start is None
+    blocks = triton.cdiv(V, BN) + (triton.cdiv(K, BN) if total else 0)
+    chain_kernel[(blocks, H, B)](
+        maps,
+        own,
+        start,
+        states,
+        end,
+        len(maps) // B,
+        H,
+        K,
+        V,
+        BK,
+        BN,
+        back,
+        total,
+        num_warps=_CHAIN_WARPS,
+        num_stages=1,
+    )
+
+
+def compose_maps(maps: Tensor, num_sequences: int) -> Tensor:
+    """Return the map of each sequence's runs together, [B, H, K, V + K].
+
+    Args:
+        maps: of runs, as many for each sequence, [B·r, H, K, V + K].
+        num_sequences: B.
+    """
+    total = maps.new_empty(num_sequences, *maps.shape[1:])
+    _launch(maps, None, None, None, total)
+    return total
+
+
+def states_through(maps: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state that enters each run [B·r, H, K, V], and that which leaves the last.
+
+    Args:
+        maps: of runs, as many for each sequence, [B·r, H, K, V + K].
+        start: the state that enters each sequence [B, H, K, V], fp32.
+    """
+    start = start.contiguous()
+    states, end = start.new_empty(len(maps), *start.shape[1:]), torch.empty_like(start)
+    _launch(maps, None, start, states, end)
+    return states, end
+
+
+def adjoints_through(maps: Tensor, own: Tensor, d_end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the state that leaves each run, and of that which enters the first.
+
+    Args:
+        maps: of runs, as many for each sequence, [B·r, H, K, V + K].
+        own: what a run's outputs send to the state that enters it [B·r, H, K, V], fp32.
+        d_end: gradient of the state that leaves each sequence [B, H, K, V], fp32.
+    """
+    d_end = d_end.contiguous()
+    states, start = torch.empty_like(own), torch.empty_like(d_end)
+    _launch(maps, own, d_end, states, start, back=True)
+    return states, start

@@ -1,0 +1,214 @@
+"""Cases of test_fla_delta.py: run with TRITON_INTERPRET=1, one argument, the operator."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch.nn import functional as F
+from triton.runtime import interpreter
+from triton.runtime.autotuner import Autotuner
+
+from zeco.core.documents import local_pieces, whole
+from zeco.core.errors import BackendError
+from zeco.kernels import delta_maps
+from zeco.kernels.delta_maps import adjoints_through, compose_maps, states_through
+from zeco.operators import fla_check, fla_delta, fla_runs
+from zeco.operators.delta_call import DeltaRuleOperator, DeltaRuleSegment
+from zeco.operators.fla_delta import FlaDeltaSegment
+
+MODULES = (
+    "fla.ops.common.chunk_delta_h",
+    "fla.ops.common.chunk_o",
+    "fla.ops.gated_delta_rule.chunk",
+    "fla.ops.gla.chunk",
+    "fla.ops.kda.chunk",
+)
+
+
+def let_numpy_index():
+    """Let the interpreter's scalars, arrays of one number, bound loops."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+def tensors(*bounds):
+    """Count like ``range``, in tensors: FLA's kernels cast what they count with."""
+    for i in builtins.range(*(b.__index__() for b in bounds)):
+        handle = interpreter.TensorHandle(np.array([i], np.int32), tl.int32)
+        yield tl.core.tensor(handle, tl.int32)
+
+
+def interpret_fla():
+    """Make FLA's kernels run on a CPU, without timing their settings."""
+    for name in MODULES:
+        importlib.import_module(name)
+    sys.modules["fla.ops.common.chunk_delta_h"].range = tensors
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla."):
+            for x in list(vars(module).values()):
+                while x is not None and not isinstance(x, Autotuner):
+                    x = getattr(x, "fn", None) if hasattr(x, "run") else None
+                if x is not None:
+                    x.configs = [min(x.configs, key=width)]
+
+
+def width(config):
+    return sum(x for x in config.kwargs.values() if isinstance(x, int))
+
+
+def relative(found, expected):
+    return float((found.double() - expected).norm() / (expected.norm() + 1e-30))
+
+
+def make(name, B, T, H, K, V, decay=0.3):
+    torch.manual_seed(0)
+    q, k = torch.randn(B, T, H, K), F.normalize(torch.randn(B, T, H, K), dim=-1)
+    v, beta = torch.randn(B, T, H, V), torch.rand(B, T, H)
+    g = -decay * torch.rand(B, T, H, K)
+    gate = {"delta_rule": None, "gated_delta_rule": g[..., 0].contiguous(), "kda": g}[name]
+    return q, k, v, gate, beta
+
+
+def run(make_segment, name, inputs, pieces, initials, entering, d_o, d_finals):
+    """Go through the contract as an exchange would, and through the plain pass."""
+    operator = DeltaRuleOperator(name, 0.4)
+    call = make_segment(operator, inputs, pieces)
+    own = call.summarize(initials)
+    o, finals = call.output(entering, initials)
+    back = make_segment(operator, inputs, pieces)
+    back.recall(call.keep())
+    adjoint = back.adjoint(d_o, d_finals)
+    carried = back.transition().transpose()(d_finals[-1])
+    back.replay(entering, initials)
+    found = back.backward(d_o, d_finals)
+    plain = make_segment(operator, inputs, pieces)
+    plain.replay(entering, initials)
+    again = plain.backward(d_o, d_finals)
+    gradients = [found.entering, found.initials, *found.inputs]
+    plainly = [again.entering, again.initials, *again.inputs]
+    return [own.update, own(entering), o, finals, adjoint, carried, *gradients, *plainly]
+
+
+def check(name, B, T, H, pieces, *, decay=0.3, given=True, uncut=1000):
+    """``uncut``: up to how many chunks the plain pass goes uncut; the one with maps is always cut."""
+    K, V = 16, 32
+    fla_delta._UNCUT_CHUNKS = uncut
+    inputs = make(name, B, T, H, K, V, decay)
+    states = torch.randn(1 + len(pieces.documents), B, H, K, V)
+    initials = torch.randn(len(pieces.fresh), B, H, K, V) if pieces.fresh and given else None
+    tensors = (initials, states[0], torch.randn(B, T, H, V), states[1:])
+    wide = tuple(None if x is None else x.double() for x in inputs)
+    expected = run(
+        DeltaRuleSegment,
+        name,
+        wide,
+        pieces,
+        *(None if x is None else x.double() for x in tensors),
+    )
+    found = run(FlaDeltaSegment, name, inputs, pieces, *tensors)
+    for place, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert (x is None) == (y is None), place
+        if x is not None and y is not None:
+            assert x.shape == y.shape, place
+            assert x.dtype == torch.float32
+            # FLA sums gates from a chunk's start, in fp32: -2,000 there leaves 1e-4 of exp(g).
+            assert relative(x, y) < (1e-5 if decay < 1 else 1e-4), (
+                name,
+                pieces,
+                place,
+                relative(x, y),
+            )
+
+
+def segments(name):
+    """The segment agrees with the torch segment through the whole contract."""
+    check(name, 1, 30, 1, local_pieces([0, 3, 3, 60], 2, 32))
+    check(name, 1, 0, 2, whole(0))
+    check(name, 2, 0, 1, whole(0))
+    check(name, 1, 70, 1, whole(70))
+    if name == "gated_delta_rule":
+        check(name, 1, 130, 1, whole(130), uncut=1)
+        check(name, 2, 70, 1, whole(70))
+        check(name, 1, 150, 1, local_pieces([0, 140, 141, 141, 220], 10, 160))
+        check(name, 1, 70, 1, local_pieces([0, 70], 0, 70), given=False, decay=40.0)
+
+
+def chains():
+    """States, adjoints and maps through maps; more than 128 channels lie in two blocks."""
+    for B, r, H, K, V in ((2, 3, 2, 16, 40), (1, 2, 1, 144, 16)):
+        maps, start = torch.randn(B * r, H, K, V + K) / K**0.5, torch.randn(B, H, K, V)
+        own = torch.randn(B * r, H, K, V)
+        wide = maps.double().unflatten(0, (B, r))
+        U, M = wide[..., :V], wide[..., V:]
+        total = torch.eye(K).double().expand(B, H, K, K)
+        state, d_state, update = start.double(), start.double(), torch.zeros(B, H, K, V).double()
+        states, d_states = [], []
+        for j in range(r):
+            states.append(state)
+            state, update = M[:, j] @ state + U[:, j], M[:, j] @ update + U[:, j]
+            total = M[:, j] @ total
+        for j in reversed(range(r)):
+            d_states.insert(0, d_state)
+            d_state = M[:, j].mT @ d_state + own.double().unflatten(0, (B, r))[:, j]
+        for found, expected in (
+            (compose_maps(maps, B), torch.cat([update, total], -1)),
+            (states_through(maps, start)[0], torch.stack(states, 1).flatten(0, 1)),
+            (states_through(maps, start)[1], state),
+            (adjoints_through(maps, own, start)[0], torch.stack(d_states, 1).flatten(0, 1)),
+            (adjoints_through(maps, own, start)[1], d_state),
+        ):
+            assert found.shape == expected.shape
+            assert relative(found, expected) < 1e-6
+
+
+def self_check(name):
+    """What a wrong kernel gives is noticed at the first use, and only then looked for."""
+    zeros = torch.zeros(1, 1, 16, 16)
+    operator = DeltaRuleOperator(name, 0.4)
+    call = FlaDeltaSegment(operator, make(name, 1, 20, 1, 16, 16), whole(20))
+    module = sys.modules["fla.ops.common.chunk_delta_h"]
+    kernel, run_maps = module.chunk_gated_delta_rule_fwd_h, delta_maps.run_maps
+
+    def wrong_states(*args, **kwargs):
+        return kernel(*args, **{**kwargs, "w": kwargs["w"] * 1.5})
+
+    def wrong_maps(*args, **kwargs):
+        return run_maps(*args, **kwargs) * 1.5
+
+    for place, function, right, wrong, act in (
+        (module, "chunk_gated_delta_rule_fwd_h", kernel, wrong_states, call.output),
+        (delta_maps, "run_maps", run_maps, wrong_maps, lambda *_: call.fresh().summarize()),
+    ):
+        setattr(place, function, wrong)
+        with pytest.raises(BackendError, match=r"fla-core .* triton .* backend='torch'"):
+            act(zeros, None)
+        setattr(place, function, right)
+        act(zeros, None)
+        setattr(place, function, wrong)
+        act(zeros, None)
+        setattr(place, function, right)
+
+
+if __name__ == "__main__":
+    let_numpy_index()
+    interpret_fla()
+    fla_runs.MIN_CHUNKS = 1
+    fla_delta._PROGRAMS = 10**6
+    fla_check._TOKENS = 70
+    segments(sys.argv[1])
+    if sys.argv[1] == "delta_rule":
+        chains()
+        self_check("delta_rule")
+    names = {"maps", "outputs", "adjoints", "gradients"}
+    assert {part for _, part, *_ in fla_check._confirmed} == names
