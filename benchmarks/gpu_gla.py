@@ -1,4 +1,4 @@
-"""Gated linear attention on one GPU: are the Triton kernels right, and how long do they take.
+"""The decay family on one GPU: are the Triton kernels right, and how long do they take.
 
     python benchmarks/gpu_gla.py --out benchmarks/results/gpu_gla.json
 
@@ -15,18 +15,17 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from zeco.benchmarks.record import write_record
-from zeco.kernels import decay, decay_gradients, decay_plan
-from zeco.operators.decay import DecayOperator
-from zeco.operators.function import run_operator
+from zeco.kernels import decay, decay_gradients, decay_plan, scalar
 from zeco.operators.gla import gla
-from zeco.operators.triton_decay import TritonDecaySegment
+from zeco.operators.simple_gla import simple_gla
 
 SHAPES = {
     "base": (1, 16384, 16, 128, 128),
@@ -89,11 +88,39 @@ class Call:
         self.gradients()
 
 
-class TritonOperator(DecayOperator):
-    """The operator as a user calls it, autograd included, on the kernels."""
+class ScalarCall(Call):
+    """The same for one decay a head: simple GLA."""
 
-    def segment(self, inputs, pieces):
-        return TritonDecaySegment(self, inputs, pieces)
+    def __init__(self, inputs: tuple[Tensor, ...], **options: Any) -> None:
+        q, k, v, g, *rest = inputs
+        super().__init__((q, k, v, one_a_head(g), *rest), **options)
+        self.sums = scalar.chunk_sums(self.plan, self.g)
+
+    def state(self) -> None:
+        self.sums = scalar.chunk_sums(self.plan, self.g)
+        self.states = scalar.state_pass(self.plan, self.k, self.v, self.sums)
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        return scalar.output_pass(
+            self.plan, self.q, self.k, self.v, self.sums, scale=self.scale, states=self.states,
+            entering=self.entering,
+        )  # fmt: skip
+
+    def adjoint(self) -> None:
+        self.adjoints = scalar.adjoint_state_pass(
+            self.plan, self.q, self.d_o, self.sums, scale=self.scale
+        )
+
+    def gradients(self) -> decay_gradients.DecayGradients:
+        return scalar.gradient_passes(
+            self.plan, self.q, self.k, self.v, self.g, self.d_o, scale=self.scale,
+            states=self.states, adjoints=self.adjoints, sums=self.sums, entering=self.entering,
+            d_leaving=self.d_leaving,
+        )  # fmt: skip
+
+
+def one_a_head(g: Tensor) -> Tensor:
+    return g[..., 0].contiguous()
 
 
 class Public:
@@ -113,22 +140,15 @@ class Public:
 
 
 def run_ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    operator = TritonOperator("gla", "diagonal", q.shape[3] ** -0.5, backend="triton")
-    o, _ = run_operator(
-        operator,
-        (q, k, v, g),
-        initial_state=None,
-        output_final_state=False,
-        cu_seqlens=None,
-        sp=None,
-    )
-    return o
+    operator = gla if g.ndim == 4 else simple_gla
+    return operator(q, k, v, g, backend="triton")[0]
 
 
 def run_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     from fla.ops.gla import chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla
 
-    return chunk_gla(q, k, v, g)[0]
+    return (chunk_gla if g.ndim == 4 else chunk_simple_gla)(q, k, v, g)[0]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -142,7 +162,8 @@ def errors(call: Call) -> dict[str, float]:
     found = call.gradients()
     given = (call.q, call.k, call.v, call.g, call.entering)
     leaves = [x.double().requires_grad_() for x in given]
-    expected, final = gla(
+    operator = gla if call.g.ndim == 4 else simple_gla
+    expected, final = operator(
         *leaves[:4], scale=call.scale, initial_state=leaves[4], output_final_state=True,
         backend="torch",
     )  # fmt: skip
@@ -155,7 +176,7 @@ def errors(call: Call) -> dict[str, float]:
         "dq": (found.q, grads[0]),
         "dk": (found.k, grads[1]),
         "dv": (found.v, grads[2]),
-        "dg": (found.g, grads[3]),
+        "dg": (cast("Tensor", found.g), grads[3]),
         "d_initial_state": (found.entering, grads[4]),
     }
     return {name: relative(*pair) for name, pair in pairs.items()}
@@ -224,14 +245,12 @@ def parts(call: Call) -> dict[str, float]:
     return found
 
 
-def floors(
-    shape, dtype: torch.dtype, gate_dtype: torch.dtype, bandwidth: float
-) -> dict[str, float]:
+def floors(shape, dtype: torch.dtype, g: Tensor, bandwidth: float) -> dict[str, float]:
     """Return ms at the copy bandwidth, each input read and each output written once."""
     B, T, H, K, V = shape
-    tokens, size, gate = B * T * H, dtype.itemsize, gate_dtype.itemsize
-    forward = tokens * ((2 * K + 2 * V) * size + K * gate)
-    backward = tokens * ((2 * K + 2 * V) * size + K * gate + (2 * K + V) * size + K * gate)
+    tokens, size = B * T * H, dtype.itemsize
+    forward = tokens * (2 * K + 2 * V) * size + g.nbytes
+    backward = tokens * (4 * K + 3 * V) * size + 2 * g.nbytes
     return {
         "forward": forward / bandwidth * 1e3,
         "forward_backward": (forward + backward) / bandwidth * 1e3,
@@ -259,18 +278,21 @@ def public_times(call: Public) -> dict[str, float]:
     }
 
 
-def measure(shape, dtype, gate_dtype, gate: str, *, check_tokens: int, bandwidth: float, fla: bool):
+def measure(
+    family, shape, dtype, gate_dtype, gate: str, *, check_tokens: int, bandwidth: float, fla: bool
+):
     B, T, H, K, V = shape
     small = (B, min(T, check_tokens), H, K, V)
-    found: dict[str, Any] = {"shape_BTHKV": shape, "dtype": str(dtype), "gates": str(gate_dtype)}
-    found["decay"] = gate
-    found["errors"] = errors(Call(make_inputs(small, dtype, gate_dtype, GATES[gate])))
+    found: dict[str, Any] = {"family": family, "shape_BTHKV": shape, "dtype": str(dtype)}
+    found |= {"gates": str(gate_dtype), "decay": gate}
+    kind = {"gla": Call, "simple_gla": ScalarCall}[family]
+    found["errors"] = errors(kind(make_inputs(small, dtype, gate_dtype, GATES[gate])))
     torch.cuda.empty_cache()
     bound = bounds(dtype)
     if not all(e < bound for e in found["errors"].values()):
         found["refused"] = f"an error is above {bound}"
         return found
-    call = Call(make_inputs(shape, dtype, gate_dtype, GATES[gate]))
+    call = kind(make_inputs(shape, dtype, gate_dtype, GATES[gate]))
     found["segments"] = call.plan.num_segments
     found["graph_ms"] = {
         "forward": time_graph(call.forward),
@@ -281,12 +303,13 @@ def measure(shape, dtype, gate_dtype, gate: str, *, check_tokens: int, bandwidth
         "forward_backward": time_eager(call.both),
     }
     found["kernels_ms"] = parts(call)
-    found["floor_ms"] = floors(shape, dtype, gate_dtype, bandwidth)
+    found["floor_ms"] = floors(shape, dtype, call.g, bandwidth)
     found["peak_mib"] = {
         "forward": peak_memory(call.forward),
         "forward_backward": peak_memory(call.both),
     }
-    public = Public(make_inputs(shape, dtype, gate_dtype, GATES[gate]), run_ours)
+    q, k, v, g, *rest = make_inputs(shape, dtype, gate_dtype, GATES[gate])
+    public = Public((q, k, v, g if family == "gla" else one_a_head(g), *rest), run_ours)
     found["public_op_ms"] = public_times(public)
     if fla:
         public.run = run_fla
@@ -305,6 +328,7 @@ def measure(shape, dtype, gate_dtype, gate: str, *, check_tokens: int, bandwidth
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--families", nargs="*", default=["gla"], choices=["gla", "simple_gla"])
     parser.add_argument("--shapes", nargs="*", default=["base"], choices=SHAPES)
     parser.add_argument("--decays", nargs="*", default=["weak"], choices=GATES)
     parser.add_argument("--gate-dtypes", nargs="*", default=["float32"])
@@ -314,16 +338,15 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     figures: dict[str, Any] = {"copy_bytes_per_s": bandwidth, "runs": []}
     torch.cuda.empty_cache()
-    for name in arguments.shapes:
-        for gate_dtype in arguments.gate_dtypes:
-            for gate in arguments.decays:
-                fla = arguments.fla and not figures["runs"]
-                run = measure(
-                    SHAPES[name], torch.bfloat16, getattr(torch, gate_dtype), gate,
-                    check_tokens=arguments.check_tokens, bandwidth=bandwidth, fla=fla,
-                )  # fmt: skip
-                figures["runs"].append(run)
-                print(name, gate_dtype, gate, {k: v for k, v in run.items() if k != "shape_BTHKV"})
+    runs = product(arguments.families, arguments.shapes, arguments.gate_dtypes, arguments.decays)
+    for family, name, gate_dtype, gate in runs:
+        fla = arguments.fla and not figures["runs"]
+        run = measure(
+            family, SHAPES[name], torch.bfloat16, getattr(torch, gate_dtype), gate,
+            check_tokens=arguments.check_tokens, bandwidth=bandwidth, fla=fla,
+        )  # fmt: skip
+        figures["runs"].append(run)
+        print(family, name, gate_dtype, gate, {k: v for k, v in run.items() if k != "shape_BTHKV"})
     command = "python " + shlex.join(sys.argv)
     write_record(arguments.out, command=command, figures=figures)
 

@@ -99,3 +99,75 @@ def test_right_for_every_shape(shape):
 @pytest.mark.parametrize("shape", [(2, 100, 2, 64, 40), (1, 100, 1, 24, 128)], ids=str)
 def test_other_shapes_in_fp32(shape):
     print(shape, check(*shape, torch.float32, "mixed"))
+
+
+def call_and_differentiate(operator, tensors, weights, **options):
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    o, final = operator(**leaves, output_final_state=True, **options)
+    values = list(leaves.values())
+    loss = (o * weights[0]).sum() + (final * weights[1]).sum()
+    gradients = torch.autograd.grad(loss, values)
+    names = [f"d_{name}" for name in leaves]
+    return dict(zip(["o", "final", *names], [o.detach(), final.detach(), *gradients], strict=True))
+
+
+def make_call(name, T, H, K, V, gates):
+    """Return a public operator and its tensors in bf16, gates in fp32."""
+    import zeco
+
+    shapes = {"q": K, "k": K, "v": V}
+    if name == "rwkv6":
+        shapes = {"r": K, "k": K, "v": V}
+    tensors = {x: torch.randn(1, T, H, d, device="cuda").bfloat16() for x, d in shapes.items()}
+    if name == "rwkv6":
+        tensors |= {"w": make_gates(gates, (1, T, H, K), torch.float32)}
+        tensors |= {"u": torch.randn(H, K, device="cuda")}
+    elif name == "gla":
+        tensors |= {"g": make_gates(gates, (1, T, H, K), torch.float32)}
+    elif name == "simple_gla":
+        tensors |= {"g": make_gates(gates, (1, T, H), torch.float32)}
+    return getattr(zeco.ops, name), tensors
+
+
+def compare_with_torch(name, T, H, K, V, gates="weak", cu_seqlens=None):
+    operator, tensors = make_call(name, T, H, K, V, gates)
+    options = {}
+    if cu_seqlens is not None:
+        options["cu_seqlens"] = torch.tensor(cu_seqlens, device="cuda")
+    documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    tensors["initial_state"] = torch.randn(documents, H, K, V, device="cuda")
+    weights = torch.randn(1, T, H, V, device="cuda"), torch.randn(documents, H, K, V, device="cuda")
+    found = call_and_differentiate(operator, tensors, weights, backend="triton", **options)
+    wide = {x: t.double() for x, t in tensors.items()}
+    expected = call_and_differentiate(operator, wide, weights, backend="torch", **options)
+    errors = {x: relative(found[x], expected[x]) for x in expected}
+    assert all(e < BOUNDS[torch.bfloat16] for e in errors.values()), errors
+    return errors
+
+
+@pytest.mark.parametrize("name", ["gla", "simple_gla", "linear_attention", "rwkv6"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_public_operators_agree_with_torch(name, packed):
+    bounds = [0, 3, 131, 131, 320, 640, 700] if packed else None
+    print(name, packed, compare_with_torch(name, 700, 2, 64, 128, cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_one_decay_a_head_for_every_decay(gates):
+    print(gates, compare_with_torch("simple_gla", 1000, 2, 128, 128, gates))
+
+
+@pytest.mark.parametrize("name", ["gla", "simple_gla"])
+@pytest.mark.parametrize("sizes", [(64, 512), (256, 264), (24, 17)], ids=str)
+def test_any_number_of_columns(name, sizes):
+    print(name, sizes, compare_with_torch(name, 200, 2, *sizes))
+
+
+@pytest.mark.parametrize("name", ["gla", "simple_gla"])
+def test_both_directions(name):
+    operator, tensors = make_call(name, 300, 2, 64, 64, "weak")
+    found, _ = operator(**tensors, bidirectional=True, backend="triton")
+    expected, _ = operator(
+        **{x: t.double() for x, t in tensors.items()}, bidirectional=True, backend="torch"
+    )
+    assert relative(found, expected) < BOUNDS[torch.bfloat16]

@@ -1,4 +1,4 @@
-"""Cases of test_decay.py: run with TRITON_INTERPRET=1, one argument, "passes" or "segment"."""
+"""Cases of test_decay.py: run with TRITON_INTERPRET=1 and the name of a part as argument."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from zeco.core.documents import whole
+from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
+from zeco.kernels import scalar
 from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
 from zeco.kernels.decay_gradients import gradient_passes
 from zeco.kernels.decay_plan import make_plan
+from zeco.operators import triton_decay
 from zeco.operators.decay import DecayOperator, DecaySegment
 from zeco.operators.oracle import recurrence
 from zeco.operators.triton_decay import TritonDecaySegment
@@ -100,6 +102,41 @@ def passes():
     a_wrong_decay_would_fail()
 
 
+def check_scalar(B, T, H, K, V, dtype, gates, *, scale=0.3, **options):
+    q, k, v, g, d_o, entering, d_leaving = make(B, T, H, K, V, dtype, gates)
+    g = g[..., 0].contiguous()
+    leaves = [x.double().requires_grad_() for x in (q, k, v, g, entering)]
+    wide = leaves[3].unsqueeze(-1).expand(*g.shape, K)
+    o, final = recurrence(*leaves[:3], wide, scale=scale, initial_state=leaves[4])
+    grads = torch.autograd.grad((o, final), leaves, (d_o.double(), d_leaving.double()))
+    plan = make_plan(q, v, g, **options)
+    sums = scalar.chunk_sums(plan, g)
+    states = scalar.state_pass(plan, k, v, sums)
+    found_o, leaving = scalar.output_pass(
+        plan, q, k, v, sums, scale=scale, states=states, entering=entering
+    )
+    adjoints = scalar.adjoint_state_pass(plan, q, d_o, sums, scale=scale)
+    found = scalar.gradient_passes(
+        plan, q, k, v, g, d_o, scale=scale, states=states, adjoints=adjoints, sums=sums,
+        entering=entering, d_leaving=d_leaving,
+    )  # fmt: skip
+    results = (found_o, leaving, found.q, found.k, found.v, found.g, found.entering)
+    errors = {
+        name: relative(x, y.detach())
+        for name, x, y in zip(NAMES, results, (o, final, *grads), strict=True)
+    }
+    assert all(e < BOUNDS[dtype] for e in errors.values()), (B, T, H, K, V, dtype, gates, errors)
+
+
+def one_decay_a_head():
+    for gates in (-0.1, -20.0, "mixed", -1e4):
+        check_scalar(1, 100, 1, 16, 16, torch.float32, gates, chunk=16, num_segments=3)
+    check_scalar(2, 40, 2, 24, 40, torch.float16, "mixed", chunk=16, num_segments=2)
+    check_scalar(1, 20, 1, 8, 136, torch.float16, -0.1, chunk=16)
+    check_scalar(1, 20, 1, 136, 8, torch.float16, "mixed", chunk=16, num_segments=2)
+    check_scalar(1, 1, 1, 16, 16, torch.float32, -1.0)
+
+
 def infinite_and_missing():
     """Gates of -inf cut the past off; NaN comes out again."""
     q, k, v, g, _, entering, _ = make(1, 20, 1, 16, 16, torch.float32, -0.5)
@@ -121,39 +158,93 @@ def a_wrong_decay_would_fail():
     assert relative(o, expected) > 1e-2
 
 
+def through_the_contract(make_segment, operator, inputs, pieces, d_o, entering, d_finals, initials):
+    """Everything that a segment gives, forward and backward, with and without what it kept."""
+    call = make_segment(operator, inputs, pieces)
+    total = call.summarize(initials)
+    call.prepare()
+    o, finals = call.output(entering, initials)
+    back = call.fresh()
+    adjoint = back.adjoint(d_o, d_finals)
+    decayed = back.transition()(entering)
+    back.recall(call.keep())
+    back.replay(entering, initials)
+    found = back.backward(d_o, d_finals)
+    tensors = [total.update, decayed, o, finals, adjoint, found.entering, found.initials]
+    return [None if x is None else x.detach() for x in (*tensors, *found.inputs)]
+
+
+def compare_segments(operator, T, pieces, *, V=24, with_initials=False):
+    q, k, v, g, d_o, entering, _ = make(1, T, 2, 16, V, torch.float32, -0.3)
+    gates = {"identity": None, "scalar": g[..., 0].contiguous(), "diagonal": g}[operator.kind]
+    d_finals = torch.randn(len(pieces.documents), *entering.shape)
+    initials = torch.randn(len(pieces.fresh), *entering.shape) if with_initials else None
+    results = [
+        through_the_contract(
+            make_segment, operator, (q, k, v, gates), pieces, d_o, entering, d_finals, initials
+        )
+        for make_segment in (DecaySegment, TritonDecaySegment)
+    ]
+    for i, (expected, x) in enumerate(zip(*results, strict=True)):
+        assert (x is None) == (expected is None), (operator, pieces, i)
+        if x is not None:
+            assert x.shape == expected.shape, (operator, pieces, i)
+            assert x.dtype == expected.dtype
+            error = relative(x, expected.double())
+            assert error < 1e-5, (operator, pieces, V, with_initials, i, error)
+
+
 def segment():
     """The segment agrees with the torch segment in every kind, through the whole contract."""
     for kind, scale in product(("identity", "scalar", "diagonal"), (0.5, -0.5)):
-        q, k, v, g, d_o, entering, d_leaving = make(1, 70, 2, 16, 24, torch.float32, -0.3)
-        gates = {"identity": None, "scalar": g[..., 0].contiguous(), "diagonal": g}[kind]
-        operator = DecayOperator("test", kind, scale)
-        results = []
-        for make_segment in (DecaySegment, TritonDecaySegment):
-            call = make_segment(operator, (q, k, v, gates), whole(70))
-            total = call.summarize()
-            call.prepare()
-            o, finals = call.output(entering, None)
-            back = call.fresh()
-            adjoint = back.adjoint(d_o, d_leaving[None])
-            decayed = back.transition()(entering)
-            back.replay(entering, None)
-            found = back.backward(d_o, d_leaving[None])
-            tensors = [total.update, decayed, o, finals, adjoint, found.entering, *found.inputs]
-            results.append([None if x is None else x.detach() for x in tensors])
-        for expected, x in zip(*results, strict=True):
-            assert (x is None) == (expected is None)
-            if x is not None:
-                assert x.shape == expected.shape
-                assert x.dtype == expected.dtype
-                assert relative(x, expected.double()) < 1e-5, kind
+        compare_segments(DecayOperator("test", kind, scale), 70, whole(70))
     refusals()
+
+
+def arranged():
+    """So it does for strict queries, packed documents, their initial states, and many columns."""
+    plain = DecayOperator("test", "diagonal", 0.5)
+    strict = DecayOperator("test", "diagonal", -0.5, strict=True)
+    triton_decay._KEPT_PART = 1e9
+    compare_segments(strict, 64, whole(64))
+    compare_segments(strict, 0, whole(0))
+    compare_segments(plain, 20, whole(20), V=136)
+    compare_segments(plain, 20, whole(20), V=17)
+    packed = [
+        ([0, 3, 40, 40, 70], 0, 70),  # starts with a document, an empty one inside
+        ([0, 32, 96, 150], 20, 140),  # continues from the rank before and to the next
+        ([0, 32, 96, 128], 0, 128),  # documents in whole chunks
+        ([0, 40, 90], 40, 80),  # one document, which starts here
+        ([0, 100], 30, 60),  # a part of one document
+        ([0, 0], 0, 0),  # an empty document alone
+    ]
+    for bounds, start, stop in packed:
+        pieces = local_pieces(bounds, start, stop)
+        compare_segments(plain, stop - start, pieces, with_initials=True)
+        compare_segments(strict, stop - start, pieces)
+    compare_segments(strict, 70, local_pieces([0, 3, 40, 40, 70], 0, 70), with_initials=True)
+    one_a_head = DecayOperator("test", "scalar", 0.5)
+    pieces = local_pieces([0, 3, 40, 70], 0, 70)
+    compare_segments(one_a_head, 70, pieces, V=136, with_initials=True)
+    documents_do_not_leak()
+
+
+def documents_do_not_leak():
+    """What one document holds, NaN included, isn't in another's outputs, to the bit."""
+    q, k, v, g, _, entering, _ = make(1, 50, 1, 16, 16, torch.float32, -0.3)
+    pieces = local_pieces([0, 20, 50], 0, 50)
+    operator = DecayOperator("test", "diagonal", 1.0)
+    o, _ = TritonDecaySegment(operator, (q, k, v, g), pieces).output(entering, None)
+    k[:, :20] = torch.nan
+    changed, _ = TritonDecaySegment(operator, (q, k, v, g), pieces).output(entering, None)
+    assert changed[:, :20].isnan().all()
+    assert torch.equal(changed[:, 20:], o[:, 20:])
 
 
 def refusals():
     q, k, v, g, *_ = make(1, 20, 1, 16, 16, torch.float32, -0.3)
     plain = DecayOperator("test", "diagonal", 1.0)
     refused = [
-        (DecayOperator("test", "diagonal", 1.0, strict=True), (q, k, v, g)),
         (plain, (q[..., :9], k[..., :9], v, g[..., :9])),
         (plain, (q.double(), k, v, g)),
     ]
@@ -165,4 +256,9 @@ def refusals():
 if __name__ == "__main__":
     torch.manual_seed(0)
     let_numpy_index()
-    {"passes": passes, "segment": segment}[sys.argv[1]]()
+    {
+        "passes": passes,
+        "one_decay_a_head": one_decay_a_head,
+        "segment": segment,
+        "arranged": arranged,
+    }[sys.argv[1]]()

@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("decay_cases.py")
     importlib.util.find_spec("triton") is None,
     reason="the package triton is missing; install zeco-sp[gpu]",
 )
-@pytest.mark.parametrize("part", ["passes", "segment"])
+@pytest.mark.parametrize("part", ["passes", "one_decay_a_head", "segment", "arranged"])
 def test_interpreted_kernels(part):
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     done = subprocess.run(

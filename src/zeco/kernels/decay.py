@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zeco.kernels.decay_pairs import strong_pairs_fwd_kernel
-from zeco.kernels.decay_plan import Plan
+from zeco.kernels.decay_plan import Pairs, Plan
 from zeco.kernels.decay_state import segment_scan_kernel, state_fwd_kernel
 from zeco.kernels.decay_walk import output_walk_kernel
+from zeco.kernels.launch import describe, launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,30 +59,55 @@ class States:
     own: Tensor
     log_decay: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.states.nbytes + self.passed.nbytes + self.log_decay.nbytes
 
-def describe(x: Tensor, tokens: int, width: int) -> TensorDescriptor:
-    """Return the descriptor of blocks [tokens, width] of one head of x [B, T, H, D]."""
-    if x.stride(3) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
-        x = x.contiguous()
-    B, T, H, D = x.shape
-    b, t, h, _ = x.stride()
-    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, tokens, width])
+    def at(self, boundaries: list[int], entering: Tensor) -> Tensor:
+        """Return the states [n, B, H, K, V] at some boundaries, what enters [B, H, K, V] injected."""
+        passed = self.passed[boundaries].exp2().unflatten(1, entering.shape[:2]).unsqueeze(-1)
+        own = self.states[boundaries].unflatten(1, entering.shape[:2])
+        return torch.where(passed > 0, own + passed * entering, own)
 
 
-def state_pass(plan: Plan, k: Tensor, v: Tensor, g: Tensor) -> tuple[States, Chunks]:
-    """Return the states of a walk forwards in time and what the gates are like."""
-    return _states(plan, k, v, g, scale=1.0, adjoint=False)
+def state_pass(
+    plan: Plan, k: Tensor, v: Tensor, g: Tensor, initials: Tensor | None = None
+) -> tuple[States, Chunks]:
+    """Return the states of a walk forwards in time and what the gates are like.
+
+    Args:
+        plan: the call's plan.
+        k, v, g: the call's inputs.
+        initials: the states [n, B, H, K, V] after the plan's breaks, or None for zeros.
+    """
+    return _states(plan, k, v, g, initials, scale=1.0, adjoint=False)
 
 
 def adjoint_state_pass(
-    plan: Plan, q: Tensor, d_o: Tensor, g: Tensor, *, scale: float
+    plan: Plan, q: Tensor, d_o: Tensor, g: Tensor, d_finals: Tensor | None = None, *, scale: float
 ) -> tuple[States, Chunks]:
-    """Return the adjoint states of a walk backwards in time, and what the gates are like."""
-    return _states(plan, q, d_o, g, scale=scale, adjoint=True)
+    """Return the adjoint states of a walk backwards in time, and what the gates are like.
+
+    Args:
+        plan: the call's plan.
+        q, g: the call's inputs.
+        d_o: gradient of the outputs [B, T, H, V].
+        d_finals: gradient [n, B, H, K, V] of the states after the pieces but the last, or None.
+        scale: factor of the queries.
+    """
+    return _states(plan, q, d_o, g, d_finals, scale=scale, adjoint=True)
 
 
 def _states(
-    plan: Plan, x: Tensor, y: Tensor, g: Tensor, *, scale: float, adjoint: bool
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    g: Tensor,
+    starts: Tensor | None,
+    *,
+    scale: float,
+    adjoint: bool,
 ) -> tuple[States, Chunks]:
     heads, S, N, K, V = plan.heads, plan.num_segments, plan.num_chunks, plan.K, plan.V
     fp32 = {"dtype": torch.float32, "device": x.device}
@@ -98,7 +123,9 @@ def _states(
         gates=torch.empty(g.shape, dtype=torch.float16, device=g.device) if copy else g,
         form=3 if copy else plan.form,
     )
-    state_fwd_kernel[(heads * S * k_blocks * v_blocks,)](
+    launch(
+        state_fwd_kernel,
+        heads * S * k_blocks * v_blocks,
         describe(x, plan.chunk, bk),
         describe(y, plan.chunk, bv),
         describe(g, plan.chunk, bk),
@@ -108,6 +135,7 @@ def _states(
         chunks.total,
         chunks.ratio,
         chunks.strong,
+        plan.table,
         scale,
         plan.H,
         N,
@@ -124,17 +152,32 @@ def _states(
         ADJOINT=adjoint,
         COPY=copy,
         STAGES=plan.state_stages,
-        num_warps=plan.num_warps,
+        num_warps=plan.state_warps,
     )
+    return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
+
+
+def scan_segments(
+    plan: Plan, updates: Tensor, decays: Tensor, starts: Tensor | None, *, adjoint: bool
+) -> States:
+    """Compose the maps of the segments: updates [B·H, S, K, V], base-2 log decays [B·H, S, K]."""
+    heads, S, K, V = updates.shape
+    fp32 = {"dtype": torch.float32, "device": updates.device}
     states, passed = torch.empty(S + 1, heads, K, V, **fp32), torch.empty(S + 1, heads, K, **fp32)
     log_decay = torch.empty(plan.B, plan.H, K, **fp32)
     rows, cols = 16, min(64, plan.block_v)
-    segment_scan_kernel[(heads * -(-K // rows) * -(-V // cols),)](
+    launch(
+        segment_scan_kernel,
+        heads * -(-K // rows) * -(-V // cols),
         updates,
         decays,
         states,
         passed,
         log_decay,
+        plan.table,
+        starts,
+        # Backwards in time, a break takes what belongs to the piece before; the first has none.
+        -1 if adjoint and plan.breaks[:1] == (0,) else 0,
         heads,
         S,
         K=K,
@@ -145,7 +188,7 @@ def _states(
         num_warps=4,
     )
     own = states[0 if adjoint else S].view(plan.B, plan.H, K, V)
-    return States(states, passed, own, log_decay), chunks
+    return States(states, passed, own, log_decay)
 
 
 def output_pass(
@@ -159,13 +202,18 @@ def output_pass(
     states: States,
     chunks: Chunks,
     entering: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [B, T, H, V] and the state that leaves, given the one that enters."""
-    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    """Return the outputs [B, T, H, V] and the state that leaves, given the one that enters.
+
+    The outputs have ``dtype``, or that of the queries.
+    """
+    o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
     leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
-    bk, bv = pair_blocks(plan, plan.pair_width)
-    num_runs, run = runs(plan)
-    strong_pairs_fwd_kernel[(plan.heads * num_runs,)](
+    bk, bv, num_runs = pair_blocks(plan, plan.pairs)
+    launch(
+        strong_pairs_fwd_kernel,
+        plan.heads * num_runs,
         describe(q, plan.chunk, bk),
         describe(k, plan.chunk, bk),
         describe(v, plan.chunk, bv),
@@ -182,24 +230,19 @@ def output_pass(
         LEVELS=plan.chunk.bit_length() - 1,
         BK=bk,
         BV=bv,
-        RUN=run,
+        RUN=plan.pairs.run,
         FORM=plan.form,
         EXACT=plan.exact,
-        num_warps=4,
+        num_warps=plan.pairs.num_warps,
         num_stages=1,
     )
     return o, leaving
 
 
-def pair_blocks(plan: Plan, width: int) -> tuple[int, int]:
-    """Return key and value channels a step of a pairs' kernel."""
-    return min(plan.block_k, width), min(plan.block_v, width)
-
-
-def runs(plan: Plan) -> tuple[int, int]:
-    """Return into how many programs a head's chunks go for the pairs, and chunks a program."""
-    run = 8
-    return -(-plan.num_chunks // run), run
+def pair_blocks(plan: Plan, pairs: Pairs) -> tuple[int, int, int]:
+    """Return key and value channels a step of a pairs' kernel, and programs a head."""
+    runs = -(-plan.num_chunks // pairs.run)
+    return min(plan.block_k, pairs.width), min(plan.block_v, pairs.width), runs
 
 
 def walk(
@@ -218,7 +261,9 @@ def walk(
     """Launch the output walk; return the state at its far edge."""
     edge = torch.empty_like(states.own)
     bk, bv = plan.block_k, plan.split_v
-    output_walk_kernel[(plan.heads * plan.num_segments * -(-plan.V // bv),)](
+    launch(
+        output_walk_kernel,
+        plan.heads * plan.num_segments * -(-plan.V // bv),
         describe(x, plan.chunk, bk),
         describe(z, plan.chunk, bk),
         describe(y, plan.chunk, bv),
@@ -231,12 +276,9 @@ def walk(
         states.passed,
         entering,
         edge,
+        plan.table,
         math.log2(scale),
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
-        plan.num_segments,
-        plan.chunks_per_segment,
+        *plan.counts,
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
@@ -246,7 +288,7 @@ def walk(
         EXACT=plan.exact,
         LIMIT=plan.limit,
         REVERSE=reverse,
-        STAGES=plan.walk_stages,
-        num_warps=plan.num_warps,
+        STAGES=plan.output.stages,
+        num_warps=plan.output.num_warps,
     )
     return edge

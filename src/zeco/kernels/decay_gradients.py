@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco.kernels.decay import Chunks, States, describe, pair_blocks, runs, walk
+from zeco.kernels.decay import Chunks, States, pair_blocks, walk
 from zeco.kernels.decay_pairs import strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.decay_walk import gate_gradient_kernel, gradient_walk_kernel
+from zeco.kernels.launch import describe, launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +23,14 @@ class DecayGradients:
     Attributes:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
-        g: [B, T, H, K].
+        g: [B, T, H, K], or [B, T, H]; None without gates.
         entering: [B, H, K, V], fp32.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    g: Tensor
+    g: Tensor | None
     entering: Tensor
 
 
@@ -93,7 +94,9 @@ def _gradient_walk(
     reverse: bool,
 ) -> None:
     bk, bv = plan.split_k, plan.block_v
-    gradient_walk_kernel[(plan.heads * plan.num_segments * -(-plan.K // bk),)](
+    launch(
+        gradient_walk_kernel,
+        plan.heads * plan.num_segments * -(-plan.K // bk),
         describe(x, plan.chunk, bv),
         describe(y, plan.chunk, bv),
         describe(z, plan.chunk, bk),
@@ -106,14 +109,11 @@ def _gradient_walk(
         states.states,
         states.passed,
         entering,
+        plan.table,
         math.log2(scale),
         *a.stride()[:3],
         plan.T,
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
-        plan.num_segments,
-        plan.chunks_per_segment,
+        *plan.counts,
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
@@ -123,8 +123,8 @@ def _gradient_walk(
         EXACT=plan.exact,
         LIMIT=plan.limit,
         REVERSE=reverse,
-        num_stages=plan.walk_stages,
-        num_warps=plan.num_warps,
+        num_stages=plan.gradient.stages,
+        num_warps=plan.gradient.num_warps,
     )
 
 
@@ -143,9 +143,10 @@ def _strong_pairs(
     chunks: Chunks,
 ) -> None:
     C = plan.chunk
-    bk, bv = pair_blocks(plan, plan.pair_bwd_width)
-    num_runs, run = runs(plan)
-    strong_pairs_bwd_kernel[(plan.heads * num_runs,)](
+    bk, bv, num_runs = pair_blocks(plan, plan.pairs_bwd)
+    launch(
+        strong_pairs_bwd_kernel,
+        plan.heads * num_runs,
         *(describe(x, C, width) for x, width in ((q, bk), (k, bk), (v, bv), (g, bk), (d_o, bv))),
         *(describe(x, C, width) for x, width in ((dq, bk), (dk, bk), (dv, bv))),
         pull,
@@ -160,10 +161,10 @@ def _strong_pairs(
         LEVELS=C.bit_length() - 1,
         BK=bk,
         BV=bv,
-        RUN=run,
+        RUN=plan.pairs_bwd.run,
         FORM=plan.form,
         EXACT=plan.exact,
-        num_warps=4,
+        num_warps=plan.pairs_bwd.num_warps,
         num_stages=1,
     )
 
@@ -179,7 +180,9 @@ def _gate_gradient(
     d_leaving: Tensor,
 ) -> None:
     bk, bv = min(plan.block_k, 128), min(plan.block_v, 32)
-    gate_gradient_kernel[(plan.heads * plan.num_segments * -(-plan.K // bk),)](
+    launch(
+        gate_gradient_kernel,
+        plan.heads * plan.num_segments * -(-plan.K // bk),
         query_pull,
         pull,
         describe(dg, plan.chunk, bk),
@@ -189,11 +192,8 @@ def _gate_gradient(
         adjoints.states,
         adjoints.passed,
         d_leaving,
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
-        plan.num_segments,
-        plan.chunks_per_segment,
+        plan.table,
+        *plan.counts,
         K=plan.K,
         V=plan.V,
         C=plan.chunk,

@@ -30,6 +30,14 @@ def _halves(level, C: tl.constexpr):
 
 
 @triton.jit
+def _own_scores(q, k, C: tl.constexpr):
+    """Return the products of each row [C, K] of q with that of k, on the diagonal of [C, C]."""
+    i = tl.arange(0, C)
+    diagonal = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    return tl.where(i[:, None] == i[None, :], diagonal[:, None], 0.0)
+
+
+@triton.jit
 def _scores(
     q_desc,
     k_desc,
@@ -46,14 +54,12 @@ def _scores(
     EXACT: tl.constexpr,
 ):
     """Return ``scale · (q_i ∘ exp2(b_i - b_j))·k_j`` [C, C] for j <= i, 0 elsewhere."""
-    i = tl.arange(0, C)
     scores = tl.zeros([C, C], tl.float32)
-    for kk in tl.static_range(0, K, BK):
+    for kk in tl.range(0, K, BK):
         g = read_gates(g_desc, b, h, t, kk, C, BK, FORM)
         q = q_desc.load([b, h, t, kk]).reshape(C, BK)
         k = k_desc.load([b, h, t, kk]).reshape(C, BK)
-        diagonal = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-        scores += tl.where(i[:, None] == i[None, :], diagonal[:, None], 0.0)
+        scores += _own_scores(q, k, C)
         for level in tl.range(LEVELS):
             weights, made = _halves(level, C)
             decay = tl.exp2(tl.trans(sum_gates(g, weights, FORM)))
@@ -94,7 +100,7 @@ def strong_pairs_fwd_kernel(
         if tl.load(strong_ptr + bh.to(tl.int64) * num_chunks + c) != 0:
             t = c * C
             scores = _scores(q_desc, k_desc, g_desc, b, h, t, scale, K, C, LEVELS, BK, FORM, EXACT)
-            for vv in tl.static_range(0, V, BV):
+            for vv in tl.range(0, V, BV):
                 v = v_desc.load([b, h, t, vv]).reshape(C, BV)
                 o = o_desc.load([b, h, t, vv]).reshape(C, BV).to(tl.float32)
                 o = add_product(o, scores.to(v.dtype), v, EXACT)
@@ -136,21 +142,18 @@ def strong_pairs_bwd_kernel(
     for c in tl.range(first, tl.minimum(first + RUN, num_chunks)):
         if tl.load(strong_ptr + bh.to(tl.int64) * num_chunks + c) != 0:
             t = c * C
-            scores = _scores(q_desc, k_desc, g_desc, b, h, t, scale, K, C, LEVELS, BK, FORM, EXACT)
             pairs = tl.zeros([C, C], tl.float32)
-            for vv in tl.static_range(0, V, BV):
+            for vv in tl.range(0, V, BV):
                 v = v_desc.load([b, h, t, vv]).reshape(C, BV)
                 do = do_desc.load([b, h, t, vv]).reshape(C, BV)
                 pairs = add_product(pairs, do, tl.trans(v), EXACT)
-                dv = dv_desc.load([b, h, t, vv]).reshape(C, BV).to(tl.float32)
-                dv = add_product(dv, tl.trans(scores).to(v.dtype), do, EXACT)
-                dv_desc.store([b, h, t, vv], dv.to(dv_desc.dtype).reshape(1, 1, C, BV))
             pairs *= scale
-            same = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
-            for kk in tl.static_range(0, K, BK):
+            scores = tl.zeros([C, C], tl.float32)
+            for kk in tl.range(0, K, BK):
                 g = read_gates(g_desc, b, h, t, kk, C, BK, FORM)
                 q = q_desc.load([b, h, t, kk]).reshape(C, BK)
                 k = k_desc.load([b, h, t, kk]).reshape(C, BK)
+                scores += _own_scores(q, k, C)
                 dq = tl.zeros([C, BK], tl.float32)
                 dk = tl.zeros([C, BK], tl.float32)
                 pull = tl.zeros([C, BK], tl.float32)
@@ -160,6 +163,7 @@ def strong_pairs_bwd_kernel(
                     level_pairs = tl.where(made, pairs, 0.0).to(q.dtype)
                     q_scaled = (q.to(tl.float32) * decay).to(q.dtype)
                     k_scaled = (k.to(tl.float32) * decay).to(q.dtype)
+                    scores += tl.where(made, product(q_scaled, tl.trans(k_scaled), EXACT), 0.0)
                     to_q = product(level_pairs, k_scaled, EXACT)
                     to_k = product(tl.trans(level_pairs), q_scaled, EXACT)
                     dq += decay * to_q
@@ -173,7 +177,14 @@ def strong_pairs_bwd_kernel(
                 inside = (ks < K)[None, :]
                 pull += tl.load(pull_at, mask=inside, other=0.0)
                 tl.store(pull_at, pull, mask=inside)
+                same = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
                 dq += same[:, None] * k + dq_desc.load([b, h, t, kk]).reshape(C, BK).to(tl.float32)
                 dk += same[:, None] * q + dk_desc.load([b, h, t, kk]).reshape(C, BK).to(tl.float32)
                 dq_desc.store([b, h, t, kk], dq.to(dq_desc.dtype).reshape(1, 1, C, BK))
                 dk_desc.store([b, h, t, kk], dk.to(dk_desc.dtype).reshape(1, 1, C, BK))
+            scores = (scores * scale).to(v_desc.dtype)
+            for vv in tl.range(0, V, BV):
+                do = do_desc.load([b, h, t, vv]).reshape(C, BV)
+                dv = dv_desc.load([b, h, t, vv]).reshape(C, BV).to(tl.float32)
+                dv = add_product(dv, tl.trans(scores), do, EXACT)
+                dv_desc.store([b, h, t, vv], dv.to(dv_desc.dtype).reshape(1, 1, C, BV))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,21 +19,73 @@ _MAX_EXACT_DIM = 128  # fp32: shared memory ends there
 _STATE_NUMBERS = 128 * 128  # of fp32 that a program of 8 warps holds without spilling
 
 
+Ranges = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
+class Pairs:
+    """How the programs for pairs in strong chunks are cut.
+
+    Attributes:
+        width: channels a step.
+        num_warps: warps a program.
+        run: chunks a program.
+    """
+
+    width: int
+    num_warps: int
+    run: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How the programs of a walking pass are cut.
+
+    Attributes:
+        numbers: numbers of the state that a program holds.
+        num_warps: warps a program.
+        stages: loads in flight.
+    """
+
+    numbers: int
+    num_warps: int
+    stages: int
+
+    def split(self, own: int, other: int) -> int:
+        """Return the channels of one dim a program holds, where all of the other are needed."""
+        return min(own, max(32, self.numbers // other))
+
+
+# In 16 bits, the quickest of a few on an H200: two programs of 4 warps a multiprocessor where their
+# loads leave room, else one of 8.
+_WHOLE = Walk(_STATE_NUMBERS, num_warps=8, stages=3)
+_HALF = Walk(_STATE_NUMBERS // 2, num_warps=4, stages=2)
+# The same for K and V up to 64.
+_SMALL_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
+_SMALL_GRADIENT = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
+_PAIRS = Pairs(width=128, num_warps=8, run=1)
+_PAIRS_BWD = Pairs(width=64, num_warps=8, run=2)
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Sizes and launch settings of one call.
 
     Attributes:
         B, T, H, K, V: sizes.
         chunk: tokens a chunk.
-        num_segments: runs of chunks that programs walk side by side.
-        chunks_per_segment: chunks a segment, the last may have fewer.
+        num_segments: runs of chunks that programs walk side by side, breaks included.
+        chunks_per_segment: most chunks a segment.
+        table: int32 [2, S+1] if documents are packed: the first chunk of each segment and the number
+            of chunks; the place among the breaks of those segments that are one, -1 for others.
+        breaks: the segments that are breaks, in order; see `zeco.kernels.decay_state`.
         form: how gates are summed; see `zeco.kernels.gate_sums.read_gates`.
         exact: whether products are made in fp32.
         limit: base-2 total below which a channel is strong.
-        state_stages, walk_stages: loads in flight of the state pass and of the walking passes.
-        num_warps: warps a program.
-        pair_width, pair_bwd_width: channels a step of the kernels for pairs in strong chunks.
+        state_stages, state_warps: loads in flight and warps of the state pass.
+        output: the output pass and the one for dv.
+        gradient: the passes for dq and dk.
+        pairs, pairs_bwd: the kernels for pairs in strong chunks.
     """
 
     B: int
@@ -47,10 +100,13 @@ class Plan:
     exact: bool
     limit: float
     state_stages: int
-    walk_stages: int
-    num_warps: int
-    pair_width: int = 128
-    pair_bwd_width: int = 64
+    state_warps: int
+    output: Walk
+    gradient: Walk
+    pairs: Pairs
+    pairs_bwd: Pairs
+    table: Tensor | None = None
+    breaks: tuple[int, ...] = ()
 
     @property
     def heads(self) -> int:
@@ -74,36 +130,79 @@ class Plan:
 
     @property
     def split_k(self) -> int:
-        """Channels of the key dim a program, where all of V is needed."""
-        return min(self.block_k, max(32, _STATE_NUMBERS // self.block_v))
+        """Channels of the key dim a program of a gradient pass."""
+        return self.gradient.split(self.block_k, self.block_v)
 
     @property
     def split_v(self) -> int:
-        """Channels of the value dim a program, where all of K is needed."""
-        return min(self.block_v, max(32, _STATE_NUMBERS // self.block_k))
+        """Channels of the value dim a program of an output pass."""
+        return self.output.split(self.block_v, self.block_k)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """What every walking kernel is told: H, B·H, chunks, segments, chunks a segment."""
+        return (
+            self.H,
+            self.heads,
+            self.num_chunks,
+            self.num_segments,
+            self.chunks_per_segment,
+        )
 
 
 def make_plan(
-    q: Tensor, v: Tensor, g: Tensor, *, num_segments: int | None = None, chunk: int | None = None
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    num_segments: int | None = None,
+    chunk: int | None = None,
+    ranges: Ranges | None = None,
+    continued: bool = True,
 ) -> Plan:
     """Return the plan of a call.
 
     Args:
         q: [B, T, H, K], as k.
         v: [B, T, H, V].
-        g: gates [B, T, H, K].
+        g: gates [B, T, H, K], or [B, T, H] or None for `zeco.kernels.scalar`.
         num_segments: overrides the number of segments that fills the device.
         chunk: overrides the tokens a chunk.
+        ranges: for packed documents, the first chunk of every piece and one past its last.
+        continued: whether the first piece goes on from the state that enters.
 
     Raises:
         UnsupportedError: sizes or dtypes that the kernels don't take.
     """
-    B, T, H, K = q.shape
-    V = v.shape[3]
     _check(q, v, g)
-    exact = q.dtype == torch.float32
-    form = 0 if exact else (1 if g.dtype == torch.bfloat16 else 2)
-    chunk = chunk or (32 if exact else 64)
+    gates = None if g is None else (g.ndim, g.dtype)
+    sizes = (*q.shape, v.shape[3])
+    return _plan(sizes, q.dtype, gates, num_segments, chunk, ranges, continued, q.device)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    gates: tuple[int, torch.dtype] | None,
+    num_segments: int | None,
+    chunk: int | None,
+    ranges: Ranges | None,
+    continued: bool,
+    device: torch.device,
+) -> Plan:
+    B, T, H, K, V = sizes
+    exact = dtype == torch.float32
+    chunk = chunk or chunk_of(dtype)
+    ranges = ranges or ((0, -(-T // chunk)),)
+    diagonal = gates is not None and gates[0] == 4
+    warps = 8 if max(K, V) > 64 else 4
+    if exact or max(K, V) > 128:
+        output = gradient = Walk(_STATE_NUMBERS, warps, 1)
+    elif max(K, V) <= 64:
+        output, gradient = _SMALL_OUTPUT, _SMALL_GRADIENT
+    else:
+        output, gradient = _WHOLE if diagonal else _HALF, _HALF
     plan = Plan(
         B=B,
         T=T,
@@ -113,19 +212,39 @@ def make_plan(
         chunk=chunk,
         num_segments=1,
         chunks_per_segment=-(-T // chunk),
-        form=form,
+        form=0 if exact else (1 if diagonal and gates == (4, torch.bfloat16) else 2),
         exact=exact,
-        limit=_LIMITS[q.dtype],
+        limit=_LIMITS[dtype],
         state_stages=1 if exact else 3,
-        walk_stages=1 if exact else (3 if max(K, V) <= 128 else 1),
-        num_warps=8 if max(K, V) > 64 else 4,
+        state_warps=warps,
+        output=output,
+        gradient=gradient,
+        pairs=_PAIRS,
+        pairs_bwd=_PAIRS_BWD,
     )
-    splits = max(plan.block_v // plan.split_v, plan.block_k // plan.split_k)
+    # Of programs of 8 warps, of which a multiprocessor holds one.
+    programs = -(-plan.heads * max(1, plan.block_k * plan.block_v // _STATE_NUMBERS) * warps // 8)
     if num_segments is None:
-        num_segments = _fill(plan.heads * splits, plan.num_chunks, _multiprocessors(q.device))
-    per_segment = -(-plan.num_chunks // min(num_segments, plan.num_chunks))
-    segments = -(-plan.num_chunks // per_segment)
-    return replace(plan, num_segments=segments, chunks_per_segment=per_segment)
+        counts = tuple(stop - first for first, stop in ranges)
+        longest = _longest_segment(programs, counts, _multiprocessors(device))
+    else:
+        longest = -(-plan.num_chunks // min(num_segments, plan.num_chunks))
+    if continued and len(ranges) == 1:
+        count = -(-plan.num_chunks // longest)
+        return replace(plan, num_segments=count, chunks_per_segment=longest)
+    table, breaks = _cut(ranges, continued, longest, device)
+    return replace(
+        plan,
+        num_segments=table.shape[1] - 1,
+        chunks_per_segment=longest,
+        table=table,
+        breaks=breaks,
+    )
+
+
+def chunk_of(dtype: torch.dtype) -> int:
+    """Return the tokens a chunk for inputs of a dtype."""
+    return 32 if dtype == torch.float32 else 64
 
 
 def max_dim(dtype: torch.dtype) -> int:
@@ -133,7 +252,7 @@ def max_dim(dtype: torch.dtype) -> int:
     return _MAX_EXACT_DIM if dtype == torch.float32 else _MAX_DIM
 
 
-def _check(q: Tensor, v: Tensor, g: Tensor) -> None:
+def _check(q: Tensor, v: Tensor, g: Tensor | None) -> None:
     remedy = "use backend='torch'"
     K, V = q.shape[3], v.shape[3]
     if q.dtype not in _LIMITS or v.dtype != q.dtype:
@@ -141,7 +260,7 @@ def _check(q: Tensor, v: Tensor, g: Tensor) -> None:
             f"triton kernels: q has dtype {q.dtype} and v {v.dtype}, but both must be the same of "
             f"bfloat16, float16 and float32; cast them or {remedy}"
         )
-    if g.dtype not in (torch.float32, torch.bfloat16):
+    if g is not None and g.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(
             f"triton kernels: g has dtype {g.dtype}, but must be float32 or bfloat16; cast it"
         )
@@ -159,11 +278,39 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _fill(programs: int, num_chunks: int, slots: int) -> int:
-    """Return the number of segments with the shortest walk, counting two chunks for each start."""
+def _longest_segment(programs: int, counts: tuple[int, ...], slots: int) -> int:
+    """Return the chunks of a segment with the shortest walk, counting two for each start.
 
-    def cost(segments: int) -> tuple[int, int]:
+    Args:
+        programs: programs a segment.
+        counts: chunks of each piece.
+        slots: programs that run at once.
+    """
+    total = sum(counts)
+
+    def cost(longest: int) -> tuple[int, int]:
+        segments = sum(-(-count // longest) for count in counts)
         waves = -(-programs * segments // slots)
-        return waves * (-(-num_chunks // segments) + 2), segments
+        return waves * (longest + 2), -longest
 
-    return min(range(1, min(num_chunks, max(1, 2 * slots // programs)) + 1), key=cost)
+    most = min(total, max(1, 2 * slots // programs))
+    return min({-(-total // segments) for segments in range(1, most + 1)}, key=cost)
+
+
+def _cut(
+    ranges: Ranges, continued: bool, longest: int, device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a plan's table and breaks: pieces in segments of at most ``longest`` chunks."""
+    firsts: list[int] = []
+    places: list[int] = []
+    breaks: list[int] = []
+    for piece, (first, stop) in enumerate(ranges):
+        if piece or not continued:
+            breaks.append(len(firsts))
+            firsts.append(first)
+            places.append(len(breaks) - 1)
+        segments = range(first, stop, longest)
+        firsts += segments
+        places += [-1] * len(segments)
+    table = [[*firsts, ranges[-1][1]], [*places, -1]]
+    return torch.tensor(table, dtype=torch.int32).to(device), tuple(breaks)

@@ -3,6 +3,10 @@
 A rank's chunks are cut into segments, one program each, so that all multiprocessors are busy. The
 state pass gives each segment's affine map; the segment scan composes the maps, one level below the
 scan over ranks.
+
+Packed documents: a segment lies within one piece, and in front of each piece that starts afresh lies
+a *break*, a segment without chunks at which the scan forgets its state and takes the piece's own
+start in place (backwards in time: the gradient of the state after the piece before).
 """
 # ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -25,6 +29,33 @@ from zeco.kernels.gate_sums import (
 
 
 @triton.jit
+def find_place(
+    table_ptr,
+    H,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    BLOCKS: tl.constexpr,
+):
+    """Return where this program works: (block, segment, b·H + h, b, h, first chunk, last + 1).
+
+    Programs are counted block by block of channels, then by segment, then by head. Segments are of
+    ``chunks_per_segment``, or, if there is a table, as its first row says.
+    """
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    segment = (pid // BLOCKS) % num_segments
+    bh = pid // (BLOCKS * num_segments)
+    if table_ptr is None:
+        first = segment * chunks_per_segment
+        stop = tl.minimum(first + chunks_per_segment, num_chunks)
+    else:
+        first = tl.load(table_ptr + segment)
+        stop = tl.load(table_ptr + segment + 1)
+    return block, segment, bh, bh // H, bh % H, first, stop
+
+
+@triton.jit
 def state_fwd_kernel(
     x_desc,
     y_desc,
@@ -35,6 +66,7 @@ def state_fwd_kernel(
     total_ptr,
     ratio_ptr,
     strong_ptr,
+    table_ptr,
     scale,
     H,
     num_chunks,
@@ -61,14 +93,10 @@ def state_fwd_kernel(
     """
     K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    vb = pid % V_BLOCKS
-    kb = (pid // V_BLOCKS) % K_BLOCKS
-    segment = (pid // (V_BLOCKS * K_BLOCKS)) % num_segments
-    bh = pid // (V_BLOCKS * K_BLOCKS * num_segments)
-    b, h = bh // H, bh % H
-    first = segment * chunks_per_segment
-    stop = tl.minimum(first + chunks_per_segment, num_chunks)
+    block, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, K_BLOCKS * V_BLOCKS
+    )
+    kb, vb = block // V_BLOCKS, block % V_BLOCKS
     rows = kb * BK + tl.arange(0, BK)
     in_k = rows < K
 
@@ -130,6 +158,9 @@ def segment_scan_kernel(
     state_ptr,
     passed_ptr,
     log_decay_ptr,
+    table_ptr,
+    start_ptr,
+    first_start,
     heads,
     num_segments,
     K: tl.constexpr,
@@ -143,6 +174,9 @@ def segment_scan_kernel(
     Writes the state [S+1, B·H, K, V] at every boundary between segments and the base-2 log decay
     [S+1, B·H, K] from the start to there; boundary s is before segment s. ADJOINT runs from the end.
     The last boundary reached holds the rank's own map; its log decay is also left as a natural one.
+
+    At break n of the table's second row the state becomes row n + first_start of the starts
+    [n, B·H, K, V], or zero where there is no such row, and the log decay becomes -inf.
     """
     pid = tl.program_id(0)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -173,8 +207,20 @@ def segment_scan_kernel(
         place = bh * num_segments + segment
         decay = tl.load(decay_ptr + place * K + rows, mask=in_k & more, other=0.0)
         update = tl.load(update_ptr + place * K * V + within, mask=inside & more, other=0.0)
-        state = state * tl.exp2(decay)[:, None] + update
+        following = state * tl.exp2(decay)[:, None] + update
         passed += decay
+        if table_ptr is None:
+            state = following
+        else:
+            row = tl.load(table_ptr + num_segments + 1 + segment, mask=more, other=-1)
+            breaks = row >= 0
+            start = tl.zeros([BK, BV], tl.float32)
+            if start_ptr is not None:
+                row += first_start
+                start_at = (row.to(tl.int64) * heads + bh) * K * V + within
+                start = tl.load(start_ptr + start_at, mask=inside & breaks & (row >= 0), other=0.0)
+            state = tl.where(breaks, start, following)
+            passed = tl.where(breaks, float("-inf"), passed)
     if vb == 0:
         tl.store(log_decay_ptr + bh * K + rows, passed * LN2, mask=in_k)
 
@@ -198,7 +244,7 @@ def entering_state(
     [rows, cols], rows along K and cols along V; transposed unless ROWS_FIRST.
     """
     at = tl.cast(boundary, tl.int64) * heads + bh
-    passed = tl.exp2(tl.load(passed_ptr + at * K + rows, mask=rows < K, other=0.0))
+    passed = tl.load(passed_ptr + at * K + rows, mask=rows < K, other=0.0)
     if ROWS_FIRST:
         within = rows[:, None] * V + cols[None, :]
         inside = (rows < K)[:, None] & (cols < V)[None, :]
@@ -208,5 +254,7 @@ def entering_state(
         inside = (rows < K)[None, :] & (cols < V)[:, None]
         passed = passed[None, :]
     own = tl.load(state_ptr + at * K * V + within, mask=inside, other=0.0)
-    entering = tl.load(entering_ptr + bh.to(tl.int64) * K * V + within, mask=inside, other=0.0)
-    return own + passed * entering
+    # Past a break nothing of it is read: not even a NaN gets from one document to another.
+    seen = inside & (passed != float("-inf"))
+    entering = tl.load(entering_ptr + bh.to(tl.int64) * K * V + within, mask=seen, other=0.0)
+    return own + tl.exp2(passed) * entering

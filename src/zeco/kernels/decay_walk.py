@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.decay_state import entering_state
+from zeco.kernels.decay_state import entering_state, find_place
 from zeco.kernels.gate_sums import (
     add_product,
     anchored,
@@ -38,6 +38,7 @@ def output_walk_kernel(
     passed_ptr,
     entering_ptr,
     edge_ptr,
+    table_ptr,
     log2_scale,
     H,
     heads,
@@ -61,14 +62,9 @@ def output_walk_kernel(
     k, q, dO in reverse, where i and j change places in time. Also writes the state that leaves the
     rank: the final state, or the gradient of the entering one.
     """
-    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    vb = pid % V_BLOCKS
-    segment = (pid // V_BLOCKS) % num_segments
-    bh = pid // (V_BLOCKS * num_segments)
-    b, h = bh // H, bh % H
-    first = segment * chunks_per_segment
-    stop = tl.minimum(first + chunks_per_segment, num_chunks)
+    vb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (V + BV - 1) // BV
+    )
     ks = tl.arange(0, BK)
     vs = vb * BV + tl.arange(0, BV)
     in_k = ks < K
@@ -110,12 +106,14 @@ def output_walk_kernel(
         else:
             rows = (x * tl.exp2(until + log2_scale)).to(y.dtype)
             columns = (z * tl.exp2(after)).to(y.dtype)
+        # In this order the pairs are masked while the two products after theirs are made.
+        held = state.to(y.dtype)
         pairs = product(tl.trans(columns), rows, EXACT)
+        o = product(held, rows, EXACT)
+        state = add_product(state, y, tl.trans(columns), EXACT)
         pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
-        o = product(state.to(y.dtype), rows, EXACT)
         o = add_product(o, y, pairs, EXACT)
         o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
-        state = add_product(state, y, tl.trans(columns), EXACT)
         if REVERSE:
             ratio_at = at - K
             more = c > first
@@ -153,6 +151,7 @@ def gradient_walk_kernel(
     state_ptr,
     passed_ptr,
     entering_ptr,
+    table_ptr,
     log2_scale,
     a_stride_b,
     a_stride_t,
@@ -179,14 +178,9 @@ def gradient_walk_kernel(
     k, q forwards and v, dO, q, k in reverse. The pull a∘(its gradient) [B·H, N, K, C] is what the
     gates' gradient is made of.
     """
-    K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    kb = pid % K_BLOCKS
-    segment = (pid // K_BLOCKS) % num_segments
-    bh = pid // (K_BLOCKS * num_segments)
-    b, h = bh // H, bh % H
-    first = segment * chunks_per_segment
-    stop = tl.minimum(first + chunks_per_segment, num_chunks)
+    kb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
+    )
     ks = kb * BK + tl.arange(0, BK)
     vs = tl.arange(0, BV)
     in_k = ks < K
@@ -270,6 +264,7 @@ def gate_gradient_kernel(
     adjoint_ptr,
     adjoint_passed_ptr,
     leaving_ptr,
+    table_ptr,
     H,
     heads,
     num_chunks,
@@ -290,14 +285,9 @@ def gate_gradient_kernel(
     forwards, everything carried is such a weight itself; a sum from the end would cancel where a
     strong decay cuts the large gradient of a final state off.
     """
-    K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    kb = pid % K_BLOCKS
-    segment = (pid // K_BLOCKS) % num_segments
-    bh = pid // (K_BLOCKS * num_segments)
-    b, h = bh // H, bh % H
-    first = segment * chunks_per_segment
-    stop = tl.minimum(first + chunks_per_segment, num_chunks)
+    kb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
+    )
     ks = kb * BK + tl.arange(0, BK)
     carried = tl.zeros([BK], tl.float32)
     for v in tl.range(0, V, BV):

@@ -60,6 +60,8 @@ class DecayOperator:
         backend: which implementation runs.
         strict: whether a query reads the state before its own token's decay and update.
         chunk: tokens a chunk, a power of two.
+        operands: the dtype in which kernels multiply, for inputs that were widened on the way here;
+            None for that of the inputs.
     """
 
     name: str
@@ -68,6 +70,7 @@ class DecayOperator:
     backend: str = "torch"
     strict: bool = False
     chunk: int = 64
+    operands: torch.dtype | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
-from zeco.operators.arguments import check_heads, check_inputs, check_log_decay, repeat_heads
+from zeco.operators.arguments import (
+    check_heads,
+    check_inputs,
+    check_log_decay,
+    common_dtype,
+    repeat_heads,
+)
 from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay import DecayOperator, Kind
@@ -36,6 +42,7 @@ def run_decay(
     sp: Exchange | None,
     backend: str,
     strict: bool = False,
+    operands: torch.dtype | None = None,
     names: tuple[str, str, str, str] = ("q", "k", "v", "g"),
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, give every input the value heads' count, and run the operator.
@@ -55,6 +62,8 @@ def run_decay(
         sp: see the public operators.
         backend: see the public operators.
         strict: whether queries read the state before their own token.
+        operands: the dtype in which kernels multiply, for inputs that the caller has widened; None
+            for that of q, k and v.
         names: what the public operator calls q, k, v and g.
     """
     layout = "B T G K" if kind == "diagonal" else "B T G"
@@ -80,13 +89,10 @@ def run_decay(
         check_log_decay(name, names[3], g, sp)
         g = repeat_heads(g, H)
     offered = OFFERED
-    if backend == "auto" and why_not_triton(
-        sizes["K"],
-        sizes["V"],
-        *(None if x is None else x.dtype for x in (q, k, v, g)),
-        strict=strict or bidirectional,
-        packed=cu_seqlens is not None,
-    ):
+    if operands is None:
+        operands = common_dtype(q, k, v)
+    wide = None if g is None or g.dtype != torch.float64 else g.dtype
+    if backend == "auto" and why_not_triton(sizes["K"], sizes["V"], operands, wide):
         offered = ("torch",)
     operator = DecayOperator(
         name,
@@ -94,6 +100,7 @@ def run_decay(
         sizes["K"] ** -0.5 if scale is None else float(scale),
         backend=choose_backend(name, backend, q.device, offered),
         strict=strict,
+        operands=operands,
     )
     inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g)
     if bidirectional:

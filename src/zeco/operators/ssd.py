@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeco.core.shapes import state_dtype
-from zeco.operators.arguments import check_heads, check_inputs, check_not_positive, documented
+from zeco.operators.arguments import (
+    check_heads,
+    check_inputs,
+    check_not_positive,
+    common_dtype,
+    documented,
+)
 from zeco.operators.decay_call import run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
@@ -76,6 +82,7 @@ def ssd(
         bidirectional=bidirectional,
         sp=sp,
         backend=backend,
+        operands=common_dtype(x, B, C),
         names=("C", "B", "x", "dt"),
     )
     if D is not None:

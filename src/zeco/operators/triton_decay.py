@@ -1,10 +1,13 @@
 """The decay family on Triton kernels: a `Segment` with the contract of `zeco.operators.decay`.
 
-The kernels know diagonal decays. One decay a head, or none, is written out over the channels here.
+Diagonal decays run on `zeco.kernels.decay`; one decay a head, or none, on `zeco.kernels.scalar`. Both
+know one run of rows for each head; what else a call may have is arranged for them in
+`zeco.operators.triton_rows`.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -13,8 +16,10 @@ from torch import Tensor
 from zeco.core.documents import Pieces
 from zeco.core.errors import UnsupportedError
 from zeco.core.maps import AffineMap
-from zeco.core.transitions import Diagonal, Identity, Scalar, Transition
+from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
+from zeco.operators.arguments import common_dtype
 from zeco.operators.segment import Gradients, Inputs, Segment
+from zeco.operators.triton_rows import make_rows, make_slices
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
 _MAX_DIM = 256
 _MAX_DIM_FP32 = 128
+# States at the boundaries of segments are kept for the backward pass up to this part of the inputs.
+_KEPT_PART = 1 / 8
 
 
 class DecayOptions(Protocol):
@@ -47,29 +54,30 @@ class DecayOptions(Protocol):
         """Whether queries read the state before their own token."""
         ...
 
+    @property
+    def operands(self) -> torch.dtype | None:
+        """The dtype of the products' factors; None for that of q, k and v."""
+        ...
 
-def why_not_triton(
-    K: int, V: int, *dtypes: torch.dtype | None, strict: bool, packed: bool
-) -> str | None:
+
+def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
     """Return why the kernels don't take a call of the decay family; None if they do.
 
     Args:
         K: key dim.
         V: value dim.
-        dtypes: of q, k and v.
-        strict: whether queries read the state before their own token.
-        packed: whether documents are packed (``cu_seqlens``).
+        dtypes: of q, k, v and g.
     """
-    if strict:
-        return "queries that read the state before their own token (RWKV-6) aren't in the kernels"
-    if packed:
-        return "packed documents (cu_seqlens) aren't in the kernels yet"
     if torch.float64 in dtypes:
         return "the kernels don't compute in float64"
-    most = _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
-    if K % 8 or V % 8 or not 0 < K <= most or not 0 < V <= most:
-        return f"K={K} and V={V} must both be multiples of 8 up to {most} with these dtypes"
-    return None
+    most = _most(*dtypes)
+    if K % 8 or not 0 < K <= most:
+        return f"K={K} must be a multiple of 8 up to {most} with these dtypes"
+    return None if V > 0 else "V is 0"
+
+
+def _most(*dtypes: torch.dtype | None) -> int:
+    return _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
 
 
 class TritonDecaySegment(Segment):
@@ -79,39 +87,54 @@ class TritonDecaySegment(Segment):
         super().__init__(inputs, pieces)
         self.operator = operator
         q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
-        packed = pieces.resets or pieces.before is not None
-        dtypes = (q.dtype, k.dtype, v.dtype)
+        dtype = operator.operands
+        if dtype is None:
+            dtype = common_dtype(q, k, v)
         if g is not None and g.dtype == torch.float64:
-            dtypes = (*dtypes, g.dtype)
-        reason = why_not_triton(
-            k.shape[3], v.shape[3], *dtypes, strict=operator.strict, packed=packed
-        )
+            dtype = torch.float64
+        reason = why_not_triton(k.shape[3], v.shape[3], dtype)
         if reason is not None:
             raise UnsupportedError(
                 f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
             )
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        self.q, self.k, self.v = (_ready(x.to(dtype)) for x in (q, k, v))
+        from zeco.kernels.decay_plan import chunk_of
+
+        self.rows = make_rows(pieces, chunk_of(dtype), operator.strict, q.device)
+        self.slices = make_slices(v.shape[3], _most(dtype))
         # The kernels take the scale's logarithm.
         self.scale, self.sign = (
             (operator.scale, 1.0) if operator.scale > 0 else (1.0, operator.scale)
         )
-        if self.sign != 1.0:
-            self.q = self.q * self.sign
-        self.g = _ready(self._gates(g, k))
+        self.q = self._as_queries(q if self.sign == 1.0 else q * self.sign, dtype)
+        self.k = _ready(self.slices.repeat(self.rows.spread(k.to(dtype), self.rows.keys)))
+        self.v = _ready(self.slices.cut(self.rows.spread(v.to(dtype), self.rows.keys)))
+        self.g = None if g is None else self._as_gates(g)
         self._plan: Plan | None = None
         self._states: States | None = None
         self._chunks: Chunks | None = None
         self._adjoints: States | None = None
         self._entering: Tensor | None = None
+        self._initials: Tensor | None = None
 
-    def _gates(self, g: Tensor | None, k: Tensor) -> Tensor:
-        """Write the gates out over the channels [B, T, H, K]."""
-        if g is None:
-            return torch.zeros(k.shape, dtype=torch.bfloat16, device=k.device)
-        if g.dtype == torch.float16:
-            g = g.float()
-        return g if g.ndim == 4 else g.unsqueeze(-1).expand(k.shape)
+    def _as_queries(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        return _ready(self.slices.repeat(self.rows.spread(q.to(dtype), self.rows.queries)))
+
+    def _as_outputs(self, d_o: Tensor) -> Tensor:
+        """Arrange gradients of the outputs [B, T, H, V]."""
+        return _ready(self.slices.cut(self.rows.spread(d_o.to(self.q.dtype), self.rows.queries)))
+
+    def _as_state(self, x: Tensor) -> Tensor:
+        """Arrange states [..., H, K, V]."""
+        return self.slices.cut_states(x.to(torch.float32)).contiguous()
+
+    def _as_gates(self, g: Tensor) -> Tensor:
+        g = g.float() if g.dtype == torch.float16 else g
+        g = self.slices.repeat(self.rows.spread(g, self.rows.keys))
+        return _ready(g) if g.ndim == 4 else g
+
+    @property
+    def _diagonal(self) -> bool:
+        return self.operator.kind == "diagonal"
 
     @property
     def _empty(self) -> bool:
@@ -123,133 +146,209 @@ class TritonDecaySegment(Segment):
         if self._plan is None:
             from zeco.kernels.decay_plan import make_plan
 
-            self._plan = make_plan(self.q, self.v, self.g)
+            self._plan = make_plan(
+                self.q,
+                self.v,
+                self.g,
+                ranges=self.rows.ranges,
+                continued=self.pieces.continued,
+            )
         return self._plan
 
-    def _run_state_pass(self) -> tuple[States, Chunks]:
-        from zeco.kernels.decay import state_pass
+    @cached_property
+    def _sums(self) -> Tensor | None:
+        from zeco.kernels.scalar import chunk_sums
 
-        if self._states is None or self._chunks is None:
-            gates = self.g
-            self._states, self._chunks = state_pass(self.plan, self.k, self.v, gates)
-        return self._states, self._chunks
+        return chunk_sums(self.plan, self.g)
 
-    def _run_adjoint_pass(self, d_o: Tensor) -> States:
-        from zeco.kernels.decay import adjoint_state_pass
+    def _run_state_pass(self, initials: Tensor | None) -> States:
+        from zeco.kernels import decay, scalar
+
+        if self._states is None:
+            given = None if initials is None else self._as_state(initials)
+            if self._diagonal:
+                self._states, self._chunks = decay.state_pass(
+                    self.plan, self.k, self.v, cast("Tensor", self.g), given
+                )
+            else:
+                self._states = scalar.state_pass(self.plan, self.k, self.v, self._sums, given)
+        return self._states
+
+    def _run_adjoint_pass(self, d_o: Tensor, d_finals: Tensor | None) -> States:
+        from zeco.kernels import decay, scalar
 
         if self._adjoints is None:
-            self._adjoints, chunks = adjoint_state_pass(
-                self.plan, self.q, d_o, self.g, scale=self.scale
-            )
-            self._chunks = self._chunks or chunks
+            # The last final's gradient comes in later, through the rank's transition.
+            inner = d_finals is not None and len(d_finals) > 1
+            given = self._as_state(d_finals) if d_finals is not None and inner else None
+            if self._diagonal:
+                self._adjoints, self._chunks = decay.adjoint_state_pass(
+                    self.plan, self.q, d_o, cast("Tensor", self.g), given, scale=self.scale
+                )
+            else:
+                self._adjoints = scalar.adjoint_state_pass(
+                    self.plan, self.q, d_o, self._sums, given, scale=self.scale
+                )
         return self._adjoints
 
     def summarize(self, initials: Tensor | None = None) -> AffineMap:
-        """Return the rank's map; there are no documents, so ``initials`` is None."""
+        """Return the rank's map."""
         if self._empty:
-            return AffineMap(self._zero_state(), self._as_transition(self._zero_decay()))
-        states, _ = self._run_state_pass()
-        return AffineMap(states.own, self._as_transition(states.log_decay))
+            update = self._zero_state()
+            if initials is not None and self.pieces.resets:
+                update = initials[-1].to(torch.float32)
+            return AffineMap(update, self.transition())
+        states = self._run_state_pass(initials)
+        return AffineMap(self.slices.join_states(states.own), self.transition())
 
     def transition(self) -> Transition:
         """Return the total decay, from whichever state pass has run."""
-        if self._empty:
-            return self._as_transition(self._zero_decay())
-        states = self._adjoints if self._states is None else self._states
-        if states is None:
-            states, _ = self._run_state_pass()
-        return self._as_transition(states.log_decay)
-
-    def _as_transition(self, log_decay: Tensor) -> Transition:
-        if self.operator.kind == "identity":
+        kind = self.operator.kind
+        if self.pieces.resets:
+            return Reset(among=cast("Any", kind))
+        if kind == "identity":
             return Identity()
-        if self.operator.kind == "scalar":
+        if self._empty:
+            B, _, H, K = cast("Tensor", self.inputs[1]).shape
+            log_decay = torch.zeros(B, H, K, device=self.k.device)
+        else:
+            states = self._adjoints if self._states is None else self._states
+            if states is None:
+                states = self._run_state_pass(None)
+            log_decay = states.log_decay[:, :: self.slices.count]
+        if kind == "scalar":
             return Scalar(log_decay[..., 0].contiguous())
-        return Diagonal(log_decay)
+        return Diagonal(log_decay.contiguous())
 
     def _zero_state(self) -> Tensor:
-        B, _, H, K = self.k.shape
-        return torch.zeros(B, H, K, self.v.shape[3], device=self.k.device)
+        B, _, H, K = cast("Tensor", self.inputs[1]).shape
+        return torch.zeros(B, H, K, cast("Tensor", self.inputs[2]).shape[3], device=self.k.device)
 
-    def _zero_decay(self) -> Tensor:
-        B, _, H, K = self.k.shape
-        return torch.zeros(B, H, K, device=self.k.device)
+    def _piece_starts(self, entering: Tensor, initials: Tensor | None) -> Tensor:
+        """Return the state [n, B, H, K, V] from which each piece starts."""
+        fresh = len(self.pieces.fresh)
+        if initials is None:
+            initials = entering.new_zeros(fresh, *entering.shape)
+        kept = [entering.unsqueeze(0)] if self.pieces.continued else []
+        return torch.cat([*kept, initials])
+
+    def _finals(self, leaving: Tensor, entering: Tensor) -> Tensor:
+        """Return the state [n, B, H, K, V] after each piece."""
+        finals = [leaving.unsqueeze(0)]
+        inner = self.plan.breaks[0 if self.pieces.continued else 1 :]
+        if inner and self._states is not None:
+            finals.insert(0, self._states.at(list(inner), entering))
+        return self.slices.join_states(torch.cat(finals) if inner else finals[0])
 
     def output(self, entering: Tensor, initials: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the output pass."""
         dtype = cast("Tensor", self.inputs[0]).dtype
         if self._empty:
-            return self.v.to(dtype), entering.unsqueeze(0)
-        from zeco.kernels.decay import output_pass
+            values = cast("Tensor", self.inputs[2])
+            return torch.zeros_like(values, dtype=dtype), self._piece_starts(entering, initials)
+        from zeco.kernels import decay, scalar
 
-        states, chunks = self._run_state_pass()
-        o, leaving = output_pass(
-            self.plan,
-            self.q,
-            self.k,
-            self.v,
-            self.g,
-            scale=self.scale,
-            states=states,
-            chunks=chunks,
-            entering=_state(entering),
-        )
-        return o.to(dtype), leaving.unsqueeze(0)
+        given: dict[str, Any] = {
+            "states": self._run_state_pass(initials),
+            "scale": self.scale,
+            "entering": (entering := self._as_state(entering)),
+            "dtype": dtype,
+        }
+        tensors = (self.plan, self.q, self.k, self.v)
+        if self._diagonal:
+            g, chunks = cast("Tensor", self.g), self._known_chunks()
+            o, leaving = decay.output_pass(*tensors, g, **given, chunks=chunks)
+        else:
+            o, leaving = scalar.output_pass(*tensors, self._sums, **given)
+        o = self.rows.collect(self.slices.join(o), self.rows.queries)
+        return o.contiguous(), self._finals(leaving, entering)
 
     def adjoint(self, d_o: Tensor, d_finals: Tensor | None) -> Tensor:
         """Return the gradient of the entering state, from queries, gates and d_o alone."""
         if self._empty:
-            return self._zero_state()
-        return self._run_adjoint_pass(_ready(d_o.to(self.q.dtype))).own
+            found = self._zero_state()
+            inner = self.pieces.continued and d_finals is not None and len(d_finals) > 1
+            return d_finals[0] if inner and d_finals is not None else found
+        return self.slices.join_states(self._run_adjoint_pass(self._as_outputs(d_o), d_finals).own)
+
+    def keep(self) -> tuple[Tensor, ...]:
+        """Return the states at the boundaries of segments, if they are few."""
+        states = self._states
+        inputs = self.q.nbytes + self.k.nbytes + self.v.nbytes
+        if states is None or states.nbytes > _KEPT_PART * inputs:
+            return ()
+        return (states.states, states.passed, states.log_decay)
+
+    def recall(self, kept: tuple[Tensor, ...]) -> None:
+        """Take what `keep` gave, in place of a state pass."""
+        from zeco.kernels.decay import States
+
+        if kept:
+            states, passed, log_decay = kept
+            own = states[-1].view(self.plan.B, self.plan.H, self.plan.K, self.plan.V)
+            self._states = States(states, passed, own, log_decay)
 
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
-        """Run the state pass, if it hasn't run on this object."""
-        self._entering = _state(entering)
-        if not self._empty:
-            self._run_state_pass()
+        """Run the state pass, if its states aren't there."""
+        self._entering, self._initials = self._as_state(entering), initials
+        if not self._empty and self._states is None:
+            self._run_state_pass(initials)
 
     def backward(self, d_o: Tensor, d_finals: Tensor) -> Gradients:
         """Return all gradients; `replay` must have run."""
         if self._entering is None:
             raise RuntimeError("Segment.backward was called before Segment.replay")
         entering, self._entering = self._entering, None
+        initials, self._initials = self._initials, None
+        first = 1 if self.pieces.continued else 0
         if self._empty:
             zeros = tuple(None if x is None else torch.zeros_like(x) for x in self.inputs)
-            return Gradients(zeros, d_finals[-1], None)
-        from zeco.kernels.decay_gradients import gradient_passes
+            d_entering = d_finals[0] if first else torch.zeros_like(d_finals[0])
+            return Gradients(zeros, d_entering, None if initials is None else d_finals[first:])
+        from zeco.kernels import decay_gradients, scalar
 
-        d_o = _ready(d_o.to(self.q.dtype))
-        adjoints = self._run_adjoint_pass(d_o)
-        states, chunks = self._run_state_pass()
-        found = gradient_passes(
-            self.plan,
-            self.q,
-            self.k,
-            self.v,
-            self.g,
-            d_o,
-            scale=self.scale,
-            states=states,
-            adjoints=adjoints,
-            chunks=chunks,
-            entering=entering,
-            d_leaving=_state(d_finals[-1]),
-        )
-        dq = found.q if self.sign == 1.0 else found.q * self.sign
-        inputs = self._as_inputs((dq, found.k, found.v, found.g))
-        return Gradients(inputs, found.entering, None)
+        d_o = self._as_outputs(d_o)
+        adjoints = self._run_adjoint_pass(d_o, d_finals)
+        d_leaving = self._as_state(d_finals[-1])
+        given: dict[str, Any] = {
+            "states": self._run_state_pass(initials),
+            "adjoints": adjoints,
+            "scale": self.scale,
+            "entering": entering,
+            "d_leaving": d_leaving,
+        }
+        tensors: Any = (self.plan, self.q, self.k, self.v, self.g, d_o)
+        if self._diagonal:
+            chunks = self._known_chunks()
+            found = decay_gradients.gradient_passes(*tensors, **given, chunks=chunks)
+        else:
+            found = scalar.gradient_passes(*tensors, **given, sums=self._sums)
+        d_initials = None
+        if initials is not None:
+            after = [segment + 1 for segment in self.plan.breaks]
+            d_initials = self.slices.join_states(adjoints.at(after, d_leaving))
+        inputs = self._as_inputs((found.q, found.k, found.v, found.g))
+        return Gradients(inputs, self.slices.join_states(found.entering), d_initials)
 
-    def _as_inputs(self, found: tuple[Tensor, Tensor, Tensor, Tensor]) -> Inputs:
+    def _known_chunks(self) -> Chunks:
+        if self._chunks is None:
+            raise RuntimeError("no state pass has run on this segment")
+        return self._chunks
+
+    def _as_inputs(self, found: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Inputs:
         """Bring gradients to the layouts and dtypes of the operator's inputs."""
-        gradients: list[Tensor | None] = []
-        for given, gradient in zip(self.inputs, found, strict=True):
-            if given is None:
-                gradients.append(None)
-                continue
-            if given.ndim == 3:
-                gradient = gradient.sum(-1, dtype=torch.float32)
-            gradients.append(gradient.to(given.dtype))
-        return tuple(gradients)
+        rows, slices = self.rows, self.slices
+        dq, dk, dv, dg = found
+        arranged = (
+            rows.collect(slices.add(dq if self.sign == 1.0 else dq * self.sign), rows.queries),
+            rows.collect(slices.add(dk), rows.keys),
+            rows.collect(slices.join(dv), rows.keys),
+            None if dg is None else rows.collect(slices.add(dg), rows.keys),
+        )
+        return tuple(
+            None if given is None or gradient is None else gradient.to(given.dtype)
+            for given, gradient in zip(self.inputs, arranged, strict=True)
+        )
 
     def fresh(self, inputs: Inputs | None = None) -> TritonDecaySegment:
         """Return a segment over other inputs, with nothing kept."""
@@ -265,8 +364,3 @@ def _ready(x: Tensor) -> Tensor:
     if x.stride(3) == 1 and aligned:
         return x
     return x.contiguous() if not x.is_contiguous() else x.clone()
-
-
-def _state(x: Tensor) -> Tensor:
-    """Return a state as the kernels read it."""
-    return x.to(torch.float32).contiguous()

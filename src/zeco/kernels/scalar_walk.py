@@ -1,0 +1,340 @@
+"""The walking passes for one decay a head, or none: weights are put on pairs and on whole rows.
+
+With b the cumulative log decay of a chunk and L its total, all in base 2::
+
+    o_i = exp2(b_i) · Sᵀ q_i + Σ_{j<=i} exp2(b_i - b_j) (q_i·k_j) v_j
+    S  <- exp2(L) S + Σ_j exp2(L - b_j) k_j v_jᵀ
+
+Every exponent is <= 0 and a weight belongs to a pair, not to a channel: right for any decay, and the
+tokens' rows enter the products as they were loaded. Otherwise as in `zeco.kernels.decay_walk`: channels
+by tokens, one state a program, nothing written for a chunk but its results.
+"""
+# ruff: noqa: SIM108  (a conditional expression would compile both sides)
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeco.kernels.decay_state import entering_state, find_place
+from zeco.kernels.gate_sums import add_product, product
+from zeco.kernels.scalar_sums import chunk_total, chunk_until
+
+
+@triton.jit
+def _pair_weights(high, low, log2_scale, REVERSE: tl.constexpr, C: tl.constexpr):
+    """Return weights [C, C]: rows j <= columns i forwards, rows i >= columns j in reverse."""
+    i = tl.arange(0, C)
+    exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+    if REVERSE:
+        exponent = -exponent
+        seen = i[:, None] >= i[None, :]
+    else:
+        seen = i[:, None] <= i[None, :]
+    return tl.exp2(tl.where(seen, exponent + log2_scale, float("-inf")))
+
+
+@triton.jit
+def scalar_state_fwd_kernel(
+    x_desc,
+    y_desc,
+    sums_ptr,
+    update_ptr,
+    decay_ptr,
+    table_ptr,
+    scale,
+    H,
+    heads,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    EXACT: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sum ``x yᵀ`` over a segment's tokens as `zeco.kernels.decay_state.state_fwd_kernel` does."""
+    K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    block, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, K_BLOCKS * V_BLOCKS
+    )
+    kb, vb = block // V_BLOCKS, block % V_BLOCKS
+    size = tl.cast(heads, tl.int64) * num_chunks * C
+    state = tl.zeros([BK, BV], tl.float32)
+    # One number, but a tensor: a loop carries no other that starts as a constant.
+    passed = tl.zeros([BK], tl.float32)
+    for step in tl.range(0, stop - first, num_stages=STAGES):
+        if ADJOINT:
+            c = first + step
+        else:
+            c = stop - 1 - step
+        at = (bh.to(tl.int64) * num_chunks + c) * C
+        high, low = chunk_until(sums_ptr, at, size, C, EXACT)
+        total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
+        x = tl.trans(x_desc.load([b, h, c * C, kb * BK]).reshape(C, BK))
+        y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
+        if ADJOINT:
+            exponent = high + low
+        else:
+            exponent = (total_high - high) + (total_low - low)
+        weight = tl.exp2(exponent + tl.max(passed, 0))
+        state = add_product(state, (x.to(tl.float32) * weight[None, :]).to(y.dtype), y, EXACT)
+        passed += total_high + total_low
+    place = bh.to(tl.int64) * num_segments + segment
+    rows = kb * BK + tl.arange(0, BK)
+    cols = vb * BV + tl.arange(0, BV)
+    inside = (rows < K)[:, None] & (cols < V)[None, :]
+    tl.store(
+        update_ptr + (place * K + rows[:, None]) * V + cols[None, :], state * scale, mask=inside
+    )
+    if vb == 0:
+        tl.store(decay_ptr + place * K + rows, passed, mask=rows < K)
+
+
+@triton.jit
+def scalar_output_walk_kernel(
+    x_desc,
+    z_desc,
+    y_desc,
+    sums_ptr,
+    o_desc,
+    state_ptr,
+    passed_ptr,
+    entering_ptr,
+    edge_ptr,
+    table_ptr,
+    log2_scale,
+    H,
+    heads,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    EXACT: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Outputs o and the state that leaves, or with REVERSE dv and the gradient of the entering one.
+
+    x, z, y are q, k, v forwards and k, q, dO in reverse.
+    """
+    vb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (V + BV - 1) // BV
+    )
+    ks = tl.arange(0, BK)
+    vs = vb * BV + tl.arange(0, BV)
+    size = tl.cast(heads, tl.int64) * num_chunks * C
+    if REVERSE:
+        boundary = segment + 1
+    else:
+        boundary = segment
+    state = entering_state(
+        state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, False
+    )
+    for step in tl.range(0, stop - first, num_stages=STAGES):
+        if REVERSE:
+            c = stop - 1 - step
+        else:
+            c = first + step
+        t = c * C
+        x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BK))
+        z = z_desc.load([b, h, t, 0]).reshape(C, BK)
+        y = tl.trans(y_desc.load([b, h, t, vb * BV]).reshape(C, BV))
+        at = (bh.to(tl.int64) * num_chunks + c) * C
+        high, low = chunk_until(sums_ptr, at, size, C, EXACT)
+        total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
+        until = tl.exp2(high + low)
+        after = tl.exp2((total_high - high) + (total_low - low))
+        scale = tl.exp2(log2_scale)
+        if REVERSE:
+            row_weight = after
+            column_weight = until * scale
+        else:
+            row_weight = until * scale
+            column_weight = after
+        pairs = product(z, x, EXACT)
+        o = product(state.to(y.dtype), x, EXACT)
+        pairs = (pairs * _pair_weights(high, low, log2_scale, REVERSE, C)).to(y.dtype)
+        o = o * row_weight[None, :]
+        o = add_product(o, y, pairs, EXACT)
+        o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
+        state *= tl.exp2(total_high + total_low)
+        weighted = (y.to(tl.float32) * column_weight[None, :]).to(y.dtype)
+        state = add_product(state, weighted, z, EXACT)
+    # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
+    if REVERSE:
+        edge = 0
+        at_edge = segment == 0
+    else:
+        edge = num_segments
+        at_edge = segment == num_segments - 1
+    if at_edge:
+        leaving = entering_state(
+            state_ptr, passed_ptr, entering_ptr, bh, edge, heads, ks, vs, K, V, False
+        )
+        within = bh.to(tl.int64) * K * V + ks[None, :] * V + vs[:, None]
+        tl.store(edge_ptr + within, leaving, mask=(ks < K)[None, :] & (vs < V)[:, None])
+
+
+@triton.jit
+def scalar_gradient_walk_kernel(
+    x_desc,
+    y_desc,
+    z_desc,
+    a_desc,
+    sums_ptr,
+    grad_desc,
+    pull_ptr,
+    state_ptr,
+    passed_ptr,
+    entering_ptr,
+    table_ptr,
+    log2_scale,
+    H,
+    heads,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    EXACT: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradient dq, or with REVERSE dk, by the same walk backwards in time.
+
+    x, y, z, a are dO, v, k, q forwards and v, dO, q, k in reverse. With gates it leaves the pull
+    Σ_k a·(its gradient) of each token and block of channels, its own pair left out, [blocks, B·H, N, C].
+    """
+    kb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
+    )
+    ks = kb * BK + tl.arange(0, BK)
+    vs = tl.arange(0, BV)
+    size = tl.cast(heads, tl.int64) * num_chunks * C
+    if REVERSE:
+        boundary = segment + 1
+    else:
+        boundary = segment
+    state = entering_state(
+        state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
+    )
+    for step in tl.range(0, stop - first, num_stages=STAGES):
+        if REVERSE:
+            c = stop - 1 - step
+        else:
+            c = first + step
+        t = c * C
+        x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BV))
+        y = y_desc.load([b, h, t, 0]).reshape(C, BV)
+        z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+        at = (bh.to(tl.int64) * num_chunks + c) * C
+        high, low = chunk_until(sums_ptr, at, size, C, EXACT)
+        total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
+        until = tl.exp2(high + low)
+        after = tl.exp2((total_high - high) + (total_low - low))
+        scale = tl.exp2(log2_scale)
+        if REVERSE:
+            row_weight = after
+            column_weight = until * scale
+        else:
+            row_weight = until * scale
+            column_weight = after
+        pairs = product(y, x, EXACT) * _pair_weights(high, low, log2_scale, REVERSE, C)
+        if sums_ptr is not None:
+            # A token's own pair crosses no decay; it may be far above those that do.
+            i = tl.arange(0, C)
+            itself = i[:, None] == i[None, :]
+            own = tl.sum(tl.where(itself, pairs, 0.0), 0)
+            pairs = tl.where(itself, 0.0, pairs)
+        grad = product(state.to(y.dtype), x, EXACT) * row_weight[None, :]
+        grad = add_product(grad, z, pairs.to(y.dtype), EXACT)
+        if sums_ptr is not None:
+            a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+            pull = tl.sum(a.to(tl.float32) * grad, 0)
+            pull_at = (kb.to(tl.int64) * heads + bh) * num_chunks + c
+            tl.store(pull_ptr + pull_at * C + i, pull)
+            grad += z.to(tl.float32) * own[None, :]
+        grad_desc.store([b, h, t, kb * BK], tl.trans(grad).to(grad_desc.dtype).reshape(1, 1, C, BK))
+        state *= tl.exp2(total_high + total_low)
+        weighted = (z.to(tl.float32) * column_weight[None, :]).to(y.dtype)
+        state = add_product(state, weighted, y, EXACT)
+
+
+@triton.jit
+def scalar_gate_gradient_kernel(
+    query_pull_ptr,
+    key_pull_ptr,
+    dg_ptr,
+    state_ptr,
+    passed_ptr,
+    entering_ptr,
+    adjoint_ptr,
+    adjoint_passed_ptr,
+    leaving_ptr,
+    table_ptr,
+    dg_stride_b,
+    dg_stride_t,
+    dg_stride_h,
+    T,
+    H,
+    heads,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PULLS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Gradient of the log decays, as `zeco.kernels.decay_walk.gate_gradient_kernel` has it.
+
+    The pulls come in ``PULLS`` parts, to be added.
+    """
+    _, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, 1
+    )
+    weight = tl.zeros([BK, BV], tl.float32)
+    for k in tl.range(0, K, BK):
+        ks = k + tl.arange(0, BK)
+        for v in tl.range(0, V, BV):
+            vs = v + tl.arange(0, BV)
+            state = entering_state(
+                state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
+            )
+            adjoint = entering_state(
+                adjoint_ptr, adjoint_passed_ptr, leaving_ptr, bh, segment, heads, ks, vs, K, V, True
+            )
+            weight += state * adjoint
+    carried = tl.sum(tl.sum(weight, 1), 0)
+    i = tl.arange(0, BT)
+    dg_start = dg_ptr + b.to(tl.int64) * dg_stride_b + h * dg_stride_h
+    for start in tl.range(first * C, stop * C, BT):
+        t = start + i
+        # Those of the tokens before: a running sum of them leaves each token's own pull out.
+        before = (t > first * C) & (t <= stop * C)
+        pull = tl.zeros([BT], tl.float32)
+        for part in tl.static_range(PULLS):
+            at = (part * heads + bh).to(tl.int64) * num_chunks * C + t - 1
+            pull += tl.load(key_pull_ptr + at, mask=before, other=0.0)
+            pull -= tl.load(query_pull_ptr + at, mask=before, other=0.0)
+        dg = carried + tl.cumsum(pull, 0)
+        inside = (t < stop * C) & (t < T)
+        tl.store(dg_start + t * dg_stride_t, dg.to(dg_ptr.dtype.element_ty), mask=inside)
+        carried += tl.sum(pull, 0)
