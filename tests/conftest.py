@@ -13,3 +13,7 @@ def one_thread_and_a_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+collect_ignore_glob = ["*/*_cases.py"]
+"""Scripts that tests run in processes of their own, with Triton's interpreter on."""
