@@ -181,10 +181,10 @@ def _message_s(
         size: ranks.
         processors: that they share, if any.
 
-    >>> _message_s(70e-6, 20e-6, 8, None)  # every program composes and sends
-    (5e-05, 0.0)
-    >>> _message_s(70e-6, 20e-6, 8, 4)  # 8 compositions and 7 messages keep 4 processors busy
-    (8.571428571428571e-06, 8.571428571428571e-06)
+    >>> [round(s * 1e6, 2) for s in _message_s(70e-6, 20e-6, 8, None)]  # all compose and send
+    [50.0, 0.0]
+    >>> [round(s * 1e6, 2) for s in _message_s(70e-6, 20e-6, 8, 4)]  # 8 compose, 7 messages, on 4
+    [8.57, 8.57]
     """
     if processors is None:
         return max(period_s - combine_s, SHORTEST_S), 0.0
