@@ -35,7 +35,6 @@ class MirroredTransport(Transport):
         self.fabric = base.fabric
         # Runs of ranks on a node keep together; scans want them in the order of the ranks.
         self.nodes = None if base.nodes is None else tuple(reversed(base.nodes))
-        self.takes_device_scans = base.takes_device_scans
         self.posts_receives_early = base.posts_receives_early
 
     def check_tensor(self, tensor: Tensor) -> None:

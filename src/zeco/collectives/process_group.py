@@ -59,7 +59,6 @@ class ProcessGroupTransport(Transport):
                 f"{dist.get_process_group_ranks(group)}; use a group that it is in"
             )
         super().__init__(rank, dist.get_world_size(group))
-        self.takes_device_scans = True
         self.group = group
         self._worker = Worker(f"zeco-scan-{rank}")
         self._store = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from zeco.collectives.executor import Execution, Pass
 from zeco.collectives.stream import StreamTask
 from zeco.collectives.transport import TAGS_A_SEQUENCE, Ended, Task, Transport
 from zeco.core.blocks import make_algebra
-from zeco.core.costs import Fabric, Load, Plan, choose_plan, load_of, predict_s
-from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
+from zeco.core.costs import Plan, choose_plan
+from zeco.core.errors import ArgumentError, unknown_name
 from zeco.core.maps import AffineMap
 from zeco.core.precision import true_fp32
 from zeco.core.schedule import BUILDERS, build_schedule
@@ -27,13 +26,6 @@ DEVICE_CHAIN = "device_chain"
 """The chain inside CUDA kernels: see `zeco.collectives.device_ring`."""
 
 ALGORITHMS = ("auto", *BUILDERS, DEVICE_CHAIN)
-
-DEVICE_HOP_S = 2e-6
-"""For a block's way through a rank inside kernels, launch included, from the next."""
-
-DEVICE_BYTES_PER_S = 170e9
-"""For what a rank's scan inside a kernel moves: two H200 took 16 us for 2 MiB and 389 us for 64 MiB
-(benchmarks/results/device_scan_gpus_2.json)."""
 
 
 @dataclass(eq=False)
@@ -157,7 +149,7 @@ def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: 
         return _device_plan(transport, own)
     B, H, K, V = own.update.shape
     kind = own.transition.among if isinstance(own.transition, Reset) else own.transition.kind
-    plan = choose_plan(
+    return choose_plan(
         transport.size,
         (B, H, K, V),
         kind,
@@ -167,24 +159,6 @@ def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: 
         nodes=transport.nodes,
         fabric=transport.fabric,
     )
-    if algorithm != "auto" or num_blocks is not None or transport.size == 1:
-        return plan
-    if not (transport.takes_device_scans and own.update.is_cuda):
-        return plan
-    load = load_of((B, H, K, V), kind, own.update.element_size())
-    if not _pays_on_device(plan, transport.size, load, transport.fabric):
-        return plan
-    try:
-        return _device_plan(transport, own)
-    except UnsupportedError:
-        return plan
-
-
-@lru_cache(maxsize=512)
-def _pays_on_device(plan: Plan, num_ranks: int, load: Load, fabric: Fabric) -> bool:
-    """Return whether a scan inside kernels is predicted to be faster than a plan."""
-    device_s = num_ranks * DEVICE_HOP_S + load.state_bytes / DEVICE_BYTES_PER_S
-    return device_s < predict_s(plan, num_ranks, load, fabric)
 
 
 def _device_plan(transport: Transport, own: AffineMap) -> Plan:

@@ -85,9 +85,6 @@ class Transport(ABC):
     nodes: tuple[int, ...] | None = None
     """Ranks of every node, in the order of the ranks, for scans of two levels; None: one node."""
 
-    takes_device_scans = False
-    """Whether ``auto`` weighs scans inside CUDA kernels: ranks have GPUs of their own."""
-
     posts_receives_early = True
     """Whether receives may be posted long before their sends, in any order."""
 
