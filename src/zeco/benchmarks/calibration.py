@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeco.benchmarks.record import usable_cores
 from zeco.collectives.groups import transport_of
 from zeco.collectives.scan import start_scan
 from zeco.collectives.transport import Message, Transport, wait_all
@@ -23,7 +22,7 @@ from zeco.core.errors import ArgumentError
 from zeco.core.fabric import Fabric, Link, Load, gather_moved_s
 from zeco.core.fabric_file import fabric_to_dict
 from zeco.core.maps import AffineMap
-from zeco.core.topology import check_nodes
+from zeco.core.topology import check_nodes, find_machine
 from zeco.core.transitions import Dense, Diagonal, Identity
 
 PURPOSE = "calibrate"
@@ -157,17 +156,11 @@ def _shared_processors(transport: Transport, device: torch.device) -> int | None
     """Return how many processors the ranks share, if they are more, and all on one machine's."""
     if device.type != "cpu":
         return None
-    where = float(int(uuid.UUID(_machine())) % (1 << 52))
-    mine = torch.tensor([where, float(len(os.sched_getaffinity(0)))], dtype=torch.float64)
+    where = float(zlib.crc32(find_machine().encode()))
+    mine = torch.tensor([where, float(usable_cores())], dtype=torch.float64)
     found = torch.stack(transport.all_gather(mine, transport.next_tags(), PURPOSE))
     fewest = int(found[:, 1].min())
     return fewest if len(found[:, 0].unique()) == 1 and fewest < transport.size else None
-
-
-def _machine() -> str:
-    """Return what tells this machine, as long as it runs, from others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else str(uuid.UUID(int=uuid.getnode()))
 
 
 def _message_s(

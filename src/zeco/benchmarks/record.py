@@ -38,14 +38,20 @@ def write_record(path: Path, *, command: str, figures: dict[str, Any]) -> None:
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, its cores that this process may use, and CUDA devices."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
-        "cores": usable,
+        "cores": usable_cores(),
         "cuda_devices": devices,
     }
+
+
+def usable_cores() -> int:
+    """Return how many of the processor's cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def describe_versions() -> dict[str, str]:

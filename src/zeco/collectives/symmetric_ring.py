@@ -6,7 +6,6 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from zeco.collectives.device_ring import (
     why_no_device_scans,
 )
 from zeco.core.errors import UnsupportedError
+from zeco.core.topology import find_machine
 
 if TYPE_CHECKING:
     from zeco.kernels.device_scan import Ports, ScanLayout
@@ -54,8 +54,7 @@ class Place:
 
 def find_place(device: torch.device) -> Place:
     """Return where a rank is."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    host = find_machine()
     problem = why_no_device_scans(device)
     if device.type != "cuda":
         return Place(problem, host, str(device), 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from zeco.core.errors import ArgumentError
 
@@ -36,3 +38,9 @@ def node_of_ranks(nodes: Nodes) -> list[int]:
     [0, 0, 1]
     """
     return [node for node, size in enumerate(nodes) for _ in range(size)]
+
+
+def find_machine() -> str:
+    """Return what tells this machine, as long as it runs, from others: its boot's number."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else os.uname().nodename
