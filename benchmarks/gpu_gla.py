@@ -72,10 +72,14 @@ class Call:
         )
 
     def gradients(self) -> decay_gradients.DecayGradients:
+        known = {
+            "scale": self.scale, "states": self.states, "chunks": self.chunks,
+            "entering": self.entering,
+        }  # fmt: skip
+        given = (self.plan, self.q, self.k, self.v)
         return decay_gradients.gradient_passes(
-            self.plan, self.q, self.k, self.v, self.g, self.d_o, scale=self.scale,
-            states=self.states, adjoints=self.adjoints, chunks=self.chunks,
-            entering=self.entering, d_leaving=self.d_leaving,
+            *given, self.g, self.d_o, adjoints=self.adjoints, d_leaving=self.d_leaving,
+            queries=decay_gradients.query_pass(*given, self.d_o, **known), **known,
         )  # fmt: skip
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -112,10 +116,14 @@ class ScalarCall(Call):
         )
 
     def gradients(self) -> decay_gradients.DecayGradients:
+        known = {
+            "scale": self.scale, "states": self.states, "sums": self.sums,
+            "entering": self.entering,
+        }  # fmt: skip
+        given = (self.plan, self.q, self.k, self.v)
         return scalar.gradient_passes(
-            self.plan, self.q, self.k, self.v, self.g, self.d_o, scale=self.scale,
-            states=self.states, adjoints=self.adjoints, sums=self.sums, entering=self.entering,
-            d_leaving=self.d_leaving,
+            *given, self.g, self.d_o, adjoints=self.adjoints, d_leaving=self.d_leaving,
+            queries=scalar.query_pass(*given, self.d_o, **known), **known,
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def relative(found, expected):
 
 def run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options):
     from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
-    from zeco.kernels.decay_gradients import gradient_passes
+    from zeco.kernels.decay_gradients import gradient_passes, query_pass
     from zeco.kernels.decay_plan import make_plan
 
     plan = make_plan(q, v, g, **options)
@@ -38,10 +38,11 @@ def run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options):
         plan, q, k, v, g, scale=scale, states=states, chunks=chunks, entering=entering
     )
     adjoints, _ = adjoint_state_pass(plan, q, d_o, g, scale=scale)
+    known = {"scale": scale, "states": states, "chunks": chunks, "entering": entering}
+    queries = query_pass(plan, q, k, v, d_o, **known)
     found = gradient_passes(
-        plan, q, k, v, g, d_o, scale=scale, states=states, adjoints=adjoints, chunks=chunks,
-        entering=entering, d_leaving=d_leaving,
-    )  # fmt: skip
+        plan, q, k, v, g, d_o, adjoints=adjoints, d_leaving=d_leaving, queries=queries, **known
+    )
     return {
         "o": o, "final": leaving, "dq": found.q, "dk": found.k, "dv": found.v, "dg": found.g,
         "d_initial": found.entering,

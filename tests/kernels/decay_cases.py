@@ -13,7 +13,7 @@ from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
 from zeco.kernels import scalar
 from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
-from zeco.kernels.decay_gradients import gradient_passes
+from zeco.kernels.decay_gradients import gradient_passes, query_pass
 from zeco.kernels.decay_plan import make_plan
 from zeco.operators import triton_decay
 from zeco.operators.decay import DecayOperator, DecaySegment
@@ -65,10 +65,11 @@ def run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options):
     )
     adjoints, again = adjoint_state_pass(plan, q, d_o, g, scale=scale)
     assert torch.equal(chunks.strong, again.strong)
+    known = {"scale": scale, "states": states, "chunks": chunks, "entering": entering}
+    queries = query_pass(plan, q, k, v, d_o, **known)
     found = gradient_passes(
-        plan, q, k, v, g, d_o, scale=scale, states=states, adjoints=adjoints, chunks=chunks,
-        entering=entering, d_leaving=d_leaving,
-    )  # fmt: skip
+        plan, q, k, v, g, d_o, adjoints=adjoints, d_leaving=d_leaving, queries=queries, **known
+    )
     return o, leaving, found.q, found.k, found.v, found.g, found.entering
 
 
@@ -116,10 +117,11 @@ def check_scalar(B, T, H, K, V, dtype, gates, *, scale=0.3, **options):
         plan, q, k, v, sums, scale=scale, states=states, entering=entering
     )
     adjoints = scalar.adjoint_state_pass(plan, q, d_o, sums, scale=scale)
+    known = {"scale": scale, "states": states, "sums": sums, "entering": entering}
+    queries = scalar.query_pass(plan, q, k, v, d_o, **known)
     found = scalar.gradient_passes(
-        plan, q, k, v, g, d_o, scale=scale, states=states, adjoints=adjoints, sums=sums,
-        entering=entering, d_leaving=d_leaving,
-    )  # fmt: skip
+        plan, q, k, v, g, d_o, adjoints=adjoints, d_leaving=d_leaving, queries=queries, **known
+    )
     results = (found_o, leaving, found.q, found.k, found.v, found.g, found.entering)
     errors = {
         name: relative(x, y.detach())
@@ -198,7 +200,21 @@ def segment():
     """The segment agrees with the torch segment in every kind, through the whole contract."""
     for kind, scale in product(("identity", "scalar", "diagonal"), (0.5, -0.5)):
         compare_segments(DecayOperator("test", kind, scale), 70, whole(70))
+    queries_wait_for_no_scan()
     refusals()
+
+
+def queries_wait_for_no_scan():
+    """While the reverse scan flies, `replay` makes the gradient of the queries for good."""
+    q, k, v, g, d_o, entering, _ = make(1, 40, 1, 16, 16, torch.float32, -0.3)
+    operator = DecayOperator("test", "diagonal", 1.0)
+    call = TritonDecaySegment(operator, (q, k, v, g), whole(40))
+    d_finals = torch.zeros(1, *entering.shape)
+    call.adjoint(d_o, d_finals)
+    call.replay(entering, None)
+    assert call._queries is not None
+    made = call._queries.q.data_ptr()
+    assert call.backward(d_o, d_finals).inputs[0].data_ptr() == made
 
 
 def arranged():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,6 +35,37 @@ class DecayGradients:
     entering: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class QueryGradient:
+    """What needs no gradient of the state that leaves, so that it can be made while that travels.
+
+    Attributes:
+        q: gradient of the queries [B, T, H, K], but for pairs in strong chunks.
+        pull: what the gates' gradient takes from it; None without gates.
+    """
+
+    q: Tensor
+    pull: Tensor | None
+
+
+def query_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    *,
+    scale: float,
+    states: States,
+    chunks: Chunks,
+    entering: Tensor,
+) -> QueryGradient:
+    """Return the gradient of the queries; see `gradient_passes` for the arguments."""
+    dq, pull = torch.empty(q.shape, dtype=q.dtype, device=q.device), _new_pull(plan, q)
+    _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering, reverse=False)
+    return QueryGradient(dq, pull)
+
+
 def gradient_passes(
     plan: Plan,
     q: Tensor,
@@ -48,6 +80,7 @@ def gradient_passes(
     chunks: Chunks,
     entering: Tensor,
     d_leaving: Tensor,
+    queries: QueryGradient,
 ) -> DecayGradients:
     """Return all gradients.
 
@@ -61,21 +94,21 @@ def gradient_passes(
         chunks: from either.
         entering: the state that enters [B, H, K, V].
         d_leaving: gradient of the state that leaves [B, H, K, V].
+        queries: from `query_pass`.
     """
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    pull = torch.empty(
-        plan.heads, plan.num_chunks, plan.K, plan.chunk, dtype=torch.float32, device=g.device
-    )
-    query_pull = torch.empty_like(pull)
+    dq, query_pull, pull = queries.q, cast("Tensor", queries.pull), _new_pull(plan, q)
     d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
-    _gradient_walk(
-        plan, d_o, v, k, q, dq, query_pull, scale, states, chunks, entering, reverse=False
-    )
     _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, reverse=True)
     _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pull, scale, chunks)
     _gate_gradient(plan, query_pull, pull, dg, states, entering, adjoints, d_leaving)
     return DecayGradients(dq, dk, dv, dg, d_entering)
+
+
+def _new_pull(plan: Plan, like: Tensor) -> Tensor:
+    size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
+    return torch.empty(size, dtype=torch.float32, device=like.device)
 
 
 def _gradient_walk(

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from zeco.kernels.decay import States, scan_segments
-from zeco.kernels.decay_gradients import DecayGradients
+from zeco.kernels.decay_gradients import DecayGradients, QueryGradient
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
 from zeco.kernels.scalar_sums import scalar_sums_kernel
@@ -181,6 +181,25 @@ def _walk(
     return edge
 
 
+def query_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    *,
+    scale: float,
+    states: States,
+    sums: Tensor | None,
+    entering: Tensor,
+) -> QueryGradient:
+    """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return QueryGradient(
+        dq, _gradient_walk(plan, d_o, v, k, q, sums, dq, scale, states, entering, reverse=False)
+    )
+
+
 def gradient_passes(
     plan: Plan,
     q: Tensor,
@@ -195,21 +214,19 @@ def gradient_passes(
     sums: Tensor | None,
     entering: Tensor,
     d_leaving: Tensor,
+    queries: QueryGradient,
 ) -> DecayGradients:
     """Return all gradients; see `zeco.kernels.decay_gradients.gradient_passes`."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     d_entering = _walk(plan, k, q, d_o, sums, dv, scale, adjoints, d_leaving, reverse=True)
-    query_pull = _gradient_walk(
-        plan, d_o, v, k, q, sums, dq, scale, states, entering, reverse=False
-    )
     key_pull = _gradient_walk(
         plan, v, d_o, q, k, sums, dk, scale, adjoints, d_leaving, reverse=True
     )
     dg = None
-    if g is not None and query_pull is not None and key_pull is not None:
+    if g is not None and queries.pull is not None and key_pull is not None:
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-        _gate_gradient(plan, query_pull, key_pull, dg, states, entering, adjoints, d_leaving)
-    return DecayGradients(dq, dk, dv, dg, d_entering)
+        _gate_gradient(plan, queries.pull, key_pull, dg, states, entering, adjoints, d_leaving)
+    return DecayGradients(queries.q, dk, dv, dg, d_entering)
 
 
 def _gradient_walk(

@@ -94,7 +94,8 @@ class Segment(ABC):
     def adjoint(self, d_o: Tensor, d_finals: Tensor | None) -> Tensor:
         """Return the gradient of the entering state through outputs and inner finals.
 
-        The last final is left out: its gradient goes through the rank's transition.
+        An exchange that calls it does so before `replay`, which may then make what needs ``d_o``. The
+        last final is left out: its gradient goes through the rank's transition.
 
         Args:
             d_o: gradient of the outputs [B, T, H, V].

@@ -23,6 +23,7 @@ from zeco.operators.triton_rows import make_rows, make_slices
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
+    from zeco.kernels.decay_gradients import QueryGradient
     from zeco.kernels.decay_plan import Plan
 
 _MAX_DIM = 256
@@ -115,6 +116,8 @@ class TritonDecaySegment(Segment):
         self._adjoints: States | None = None
         self._entering: Tensor | None = None
         self._initials: Tensor | None = None
+        self._d_o: Tensor | None = None
+        self._queries: QueryGradient | None = None
 
     def _as_queries(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         return _ready(self.slices.repeat(self.rows.spread(q.to(dtype), self.rows.queries)))
@@ -269,7 +272,8 @@ class TritonDecaySegment(Segment):
             found = self._zero_state()
             inner = self.pieces.continued and d_finals is not None and len(d_finals) > 1
             return d_finals[0] if inner and d_finals is not None else found
-        return self.slices.join_states(self._run_adjoint_pass(self._as_outputs(d_o), d_finals).own)
+        self._d_o = self._as_outputs(d_o)
+        return self.slices.join_states(self._run_adjoint_pass(self._d_o, d_finals).own)
 
     def keep(self) -> tuple[Tensor, ...]:
         """Return the states at the boundaries of segments, if they are few."""
@@ -289,17 +293,36 @@ class TritonDecaySegment(Segment):
             self._states = States(states, passed, own, log_decay)
 
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
-        """Run the state pass, if its states aren't there."""
+        """Run the state pass, if its states aren't there, and the queries' gradient pass.
+
+        The second needs the gradient of the outputs, hence that `adjoint` has run.
+        """
         self._entering, self._initials = self._as_state(entering), initials
-        if not self._empty and self._states is None:
-            self._run_state_pass(initials)
+        if self._empty:
+            return
+        self._run_state_pass(initials)
+        if self._d_o is not None:
+            self._queries = self._query_gradient(self._d_o, self._entering)
+
+    def _query_gradient(self, d_o: Tensor, entering: Tensor) -> QueryGradient:
+        from zeco.kernels import decay_gradients, scalar
+
+        given: dict[str, Any] = {
+            "states": self._run_state_pass(self._initials),
+            "scale": self.scale,
+            "entering": entering,
+        }
+        tensors: Any = (self.plan, self.q, self.k, self.v, d_o)
+        if self._diagonal:
+            return decay_gradients.query_pass(*tensors, **given, chunks=self._known_chunks())
+        return scalar.query_pass(*tensors, **given, sums=self._sums)
 
     def backward(self, d_o: Tensor, d_finals: Tensor) -> Gradients:
         """Return all gradients; `replay` must have run."""
         if self._entering is None:
             raise RuntimeError("Segment.backward was called before Segment.replay")
         entering, self._entering = self._entering, None
-        initials, self._initials = self._initials, None
+        initials = self._initials
         first = 1 if self.pieces.continued else 0
         if self._empty:
             zeros = tuple(None if x is None else torch.zeros_like(x) for x in self.inputs)
@@ -307,7 +330,7 @@ class TritonDecaySegment(Segment):
             return Gradients(zeros, d_entering, None if initials is None else d_finals[first:])
         from zeco.kernels import decay_gradients, scalar
 
-        d_o = self._as_outputs(d_o)
+        d_o = self._as_outputs(d_o) if self._d_o is None else self._d_o
         adjoints = self._run_adjoint_pass(d_o, d_finals)
         d_leaving = self._as_state(d_finals[-1])
         given: dict[str, Any] = {
@@ -316,6 +339,7 @@ class TritonDecaySegment(Segment):
             "scale": self.scale,
             "entering": entering,
             "d_leaving": d_leaving,
+            "queries": self._queries or self._query_gradient(d_o, entering),
         }
         tensors: Any = (self.plan, self.q, self.k, self.v, self.g, d_o)
         if self._diagonal:
