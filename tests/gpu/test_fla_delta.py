@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from itertools import pairwise
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from zeco import ops
+from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
 from zeco.operators import fla_delta
@@ -21,12 +20,6 @@ pytestmark = [
 ]
 
 NAMES = ("delta_rule", "gated_delta_rule", "kda")
-MODULES = (
-    "fla.ops.delta_rule.chunk",
-    "fla.ops.gated_delta_rule.chunk",
-    "fla.ops.gla.chunk",
-    "fla.ops.kda.chunk",
-)
 # FLA rounds what it keeps between its kernels to 16 bits; the torch backend only rounds results.
 BOUNDS = {torch.bfloat16: 9e-3, torch.float16: 1.5e-3}
 GATE_BOUNDS = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -34,38 +27,12 @@ H, K, V = 16, 128, 128
 every_operator = pytest.mark.parametrize("name", NAMES)
 
 
-def autotuners():
-    from triton.runtime.autotuner import Autotuner
-
-    for name in MODULES:
-        importlib.import_module(name)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla."):
-            for x in list(vars(module).values()):
-                while x is not None and not isinstance(x, Autotuner):
-                    x = getattr(x, "fn", None) if hasattr(x, "run") else None
-                if x is not None:
-                    yield x
-
-
-def untuned(config):
-    return (
-        abs(config.num_warps - 4),
-        abs(config.num_stages - 2),
-        sum(x for x in config.kwargs.values() if isinstance(x, int)),
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_tuning():
-    """Take one setting of each kernel: FLA times dozens for minutes before it runs the first time."""
+    """FLA times dozens of settings of each kernel for minutes before it runs the first time."""
     pytest.importorskip("fla")
-    changed = [(tuner, tuner.configs) for tuner in {id(t): t for t in autotuners()}.values()]
-    for tuner, configs in changed:
-        tuner.configs = [min(configs, key=untuned)]
-    yield
-    for tuner, configs in changed:
-        tuner.configs = configs
+    with one_setting_each():
+        yield
 
 
 def relative(found, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ import tyro
 from rich.console import Console
 
 from zeco.benchmarks.device import pick_device
+from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.benchmarks.op import EAGER, GRAPH, OpSpec, measure_op
 from zeco.benchmarks.op_gate import GATES
 from zeco.benchmarks.op_report import draw_times, tables
@@ -48,6 +50,7 @@ class OpArguments:
         peer: fla for Flash Linear Attention's operator with its default settings, none for none;
             auto takes it where it runs, and says where it doesn't. Its first call autotunes for a
             minute or more.
+        fla_tuning: default, or off: one setting for each of FLA's kernels, whoever calls them.
         check_tokens: on which results are checked before anything is timed.
         one_gpu_ranks: P virtual ranks on this device, for the cost that a middle one adds.
         out: JSON file for the figures; a chart goes beside it, as PNG.
@@ -68,6 +71,7 @@ class OpArguments:
     device: str = "auto"
     timing: Literal["auto", "both", "eager", "graph"] = "auto"
     peer: Literal["auto", "fla", "none"] = "auto"
+    fla_tuning: Literal["default", "off"] = "default"
     check_tokens: int = 4096
     one_gpu_ranks: int | None = None
     out: Path | None = None
@@ -79,7 +83,10 @@ def run_op(given: OpArguments) -> dict[str, Any]:
     Raises:
         ArgumentError: an argument that doesn't exist, doesn't fit the operator or the device.
     """
-    figures = measure_op(make_spec(given))
+    with nullcontext() if given.fla_tuning == "default" else one_setting_each():
+        figures = measure_op(make_spec(given))
+    if given.fla_tuning == "off":
+        figures["notes"].append("FLA's kernels untuned: one setting each")
     console = Console()
     for table in tables(figures):
         console.print(table)
