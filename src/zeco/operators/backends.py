@@ -18,6 +18,8 @@ from zeco.operators.fla_check import is_installed, why_not_installed
 
 BACKENDS = ("auto", "torch", "triton", "fla")
 
+_SHARED_BYTES = 227 << 10
+
 
 def choose_backend(
     name: str,
@@ -79,4 +81,18 @@ def why_not(backend: str, device: torch.device) -> str | None:
         return why_not_installed(device)
     if not is_installed("triton"):
         return "the package triton is missing; install zeco-sp[gpu]"
-    return None
+    return _why_too_small(device)
+
+
+@lru_cache(maxsize=16)
+def _why_too_small(device: torch.device) -> str | None:
+    """Return why the Triton kernels, cut for Hopper's shared memory, don't fit a GPU; None if they do."""
+    found = torch.cuda.get_device_properties(device)
+    shared = found.shared_memory_per_block_optin
+    if (found.major, found.minor) >= (9, 0) and shared >= _SHARED_BYTES:
+        return None
+    return (
+        f"{found.name} has compute capability {found.major}.{found.minor} and {shared >> 10} KiB of "
+        f"shared memory a block, the kernels need 9.0 and {_SHARED_BYTES >> 10} KiB, as an H100 has; "
+        f"use backend='torch'"
+    )
