@@ -86,7 +86,7 @@ def why_not(backend: str, device: torch.device) -> str | None:
 
 @lru_cache(maxsize=16)
 def _why_too_small(device: torch.device) -> str | None:
-    """Return why the Triton kernels, cut for Hopper's shared memory, don't fit a GPU; None if they do."""
+    """Return why the kernels, cut for Hopper's shared memory, don't fit a GPU; None if they do."""
     found = torch.cuda.get_device_properties(device)
     shared = found.shared_memory_per_block_optin
     if (found.major, found.minor) >= (9, 0) and shared >= _SHARED_BYTES:
