@@ -1,4 +1,4 @@
-"""The delta rules on Flash Linear Attention's kernels on a GPU, against the torch backend in fp64."""
+"""The delta family on Flash Linear Attention's kernels on a GPU, against the torch backend in fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NAMES = ("delta_rule", "gated_delta_rule", "kda")
+BOUNDED = "rwkv7, bounded"
+NAMES = ("delta_rule", "gated_delta_rule", "kda", "rwkv7", BOUNDED)
 # FLA rounds what it keeps between its kernels to 16 bits; the torch backend only rounds results.
 BOUNDS = {torch.bfloat16: 9e-3, torch.float16: 1.5e-3}
 GATE_BOUNDS = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -48,19 +49,26 @@ def make(name, T, *, dtype=torch.bfloat16, B=1, size=(H, K, V), key_heads=None, 
     v, d_o = (torch.randn(B, T, heads, value_dim, device="cuda").to(dtype) for _ in range(2))
     g = -decay * torch.rand(B, T, heads, key_dim, device="cuda")
     beta = torch.rand(B, T, heads, device="cuda").to(dtype)
-    gates = {"delta_rule": (), "gated_delta_rule": (g[..., 0],), "kda": (g,)}[name]
     states = torch.randn(2, n if n > 1 else B, heads, key_dim, value_dim, device="cuda")
+    if name in ("rwkv7", BOUNDED):
+        a, rate = k[..., torch.randperm(key_dim)], torch.rand(B, T, keyed, key_dim, device="cuda")
+        return (q, g[:, :, :keyed], k, v, -a, a * rate.to(dtype)), states[0], d_o, states[1]
+    gates = {"delta_rule": (), "gated_delta_rule": (g[..., 0],), "kda": (g,)}[name]
     return (q, k, v, *(x.contiguous() for x in gates), beta), states[0], d_o, states[1]
 
 
 def gradient_names(name):
+    if name in ("rwkv7", BOUNDED):
+        return ("o", "final", "dr", "dg", "dk", "dv", "da", "db", "d_initial")
     gates = () if name == "delta_rule" else ("dg",)
     return ("o", "final", "dq", "dk", "dv", *gates, "dbeta", "d_initial")
 
 
 def run(name, inputs, initial, d_o, d_final, backend, **options):
     leaves = [x.clone().requires_grad_() for x in (*inputs, initial)]
-    o, final = getattr(ops, name)(
+    if name == BOUNDED:
+        options["lower_bound"] = -max(0.3, float(-inputs[1].min()))
+    o, final = getattr(ops, name.split(",")[0])(
         *leaves[:-1],
         initial_state=leaves[-1],
         output_final_state=True,
@@ -136,10 +144,15 @@ def test_float16(name):
 def split_in_four(name, inputs, initial, d_o, d_final, pieces, backend):
     """Run four segments as ranks would: maps, scan, outputs, adjoints, reverse scan, gradients."""
     from zeco.operators.delta_call import DeltaRuleOperator
+    from zeco.operators.rwkv7 import RWKV7Operator
 
     if name == "delta_rule":
         inputs = (*inputs[:3], None, inputs[3])
-    operator = DeltaRuleOperator(name, K**-0.5, backend=backend)
+    if name in ("rwkv7", BOUNDED):
+        bound = -0.3 if name == BOUNDED else None
+        operator = RWKV7Operator(1.0, backend, bound)
+    else:
+        operator = DeltaRuleOperator(name, K**-0.5, backend=backend)
     bounds = [0, *(piece.num_tokens for piece in pieces)]
     cuts = [sum(bounds[: i + 1]) for i in range(len(bounds))]
     spans = list(pairwise(cuts))
@@ -179,8 +192,11 @@ def split_in_four(name, inputs, initial, d_o, d_final, pieces, backend):
 
 
 @every_operator
-@pytest.mark.parametrize("cut", [[1100, 0, 2300, 700], [64, 64, 64, 64]], ids=str)
+@pytest.mark.parametrize(
+    "cut", [[1100, 0, 2300, 700], [64, 64, 64, 64], [7000, 0, 300, 1]], ids=str
+)
 def test_four_segments_by_their_maps_equal_one(name, cut):
+    """The longest has runs enough for kernels of their own settings."""
     inputs, initial, d_o, d_final = make(name, sum(cut))
     wide = [x.double() for x in (*inputs, initial, d_o, d_final)]
     expected = run(name, wide[:-3], *wide[-3:], "torch")

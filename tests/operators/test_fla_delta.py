@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from zeco import ops
-from zeco.core.errors import UnsupportedError
+from zeco.core.errors import ArgumentError, UnsupportedError
 from zeco.operators import backends, fla_check
 from zeco.operators.backends import choose_backend
 from zeco.operators.fla_runs import make_runs
@@ -31,7 +31,7 @@ bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
     any(importlib.util.find_spec(name) is None for name in ("triton", "fla")),
     reason="the packages triton and fla-core are missing; install zeco-sp[gpu]",
 )
-@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "rwkv7"])
 def test_interpreted_kernels(name: str) -> None:
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_interpreted_kernels(name: str) -> None:
 @pytest.mark.parametrize("bounds", [(0, 1), (0, 0), (0, 64, 64, 1000, 1001), (0, 4096, 8192)])
 @pytest.mark.parametrize("length", [1, 3, 1000])
 def test_runs_cover_every_chunk_once(bounds: tuple[int, ...], length: int) -> None:
-    runs = make_runs(bounds, length, CPU)
+    runs = make_runs(bounds, length, 64, CPU)
     cuts = runs.cu_seqlens.tolist()
     assert len(cuts) == runs.num_runs + 1
     for (first, stop), start, end in zip(runs.ranges, bounds, bounds[1:], strict=False):
@@ -75,7 +75,8 @@ def test_runs_cover_every_chunk_once(bounds: tuple[int, ...], length: int) -> No
 def test_calls_that_it_takes(
     K: int, V: int, dtypes: tuple[torch.dtype | None, ...], word: str | None
 ) -> None:
-    reason = fla_check.why_not_fla(K, V, *dtypes)
+    named = dict(zip(("q", "k", "v", "g", "beta"), dtypes, strict=True))
+    reason = fla_check.why_not_fla(K, V, **named)
     assert (reason is None) == (word is None)
     assert word is None or word in str(reason)
 
@@ -93,9 +94,22 @@ def test_an_explicit_choice_on_a_cpu_is_refused() -> None:
     x, beta = torch.randn(1, 4, 1, 16).bfloat16(), torch.rand(1, 4, 1).bfloat16()
     with pytest.raises(UnsupportedError, match=r"'fla'.*inputs are on cpu"):
         ops.delta_rule(x, x, x, beta, backend="fla")
-    with pytest.raises(UnsupportedError, match=r"'fla' isn't offered"):
+    with pytest.raises(UnsupportedError, match=r"'fla'.*inputs are on cpu"):
         ops.rwkv7(x, -x.exp(), x, x, x, x, backend="fla")
+    with pytest.raises(UnsupportedError, match=r"'fla' isn't offered"):
+        ops.gla(x, x, x, -x.exp(), backend="fla")
     assert ops.delta_rule(x, x, x, beta)[0].dtype == bf16
+
+
+def test_a_lower_bound_must_hold_and_changes_no_number() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 70, 1, 16), -0.6 * torch.rand(1, 70, 1, 16)
+    bounded, _ = ops.rwkv7(x, w, x, x, -x / 8, x / 8, lower_bound=-0.6)
+    assert torch.equal(bounded, ops.rwkv7(x, w, x, x, -x / 8, x / 8)[0])
+    with pytest.raises(ArgumentError, match=r"w has values down to -0\.[56].*lower_bound -0\.3"):
+        ops.rwkv7(x, w, x, x, -x / 8, x / 8, lower_bound=-0.3)
+    with pytest.raises(ArgumentError, match=r"lower_bound is 0\.6, but must be below 0"):
+        ops.rwkv7(x, w, x, x, -x / 8, x / 8, lower_bound=0.6)
 
 
 def test_a_choice_is_logged_once_with_its_reasons(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,25 +9,29 @@ With w the WY rows, k the keys decayed to the chunk's end and x what a chunk's t
 
     x = u - w S            S <- exp(b_C) ∘ S + kᵀ x
 
+RWKV-7 writes x = u + w S, and its values along another key besides (``BESIDE``).
+
 Maps [N, H, K, V + K] hold U beside M. Chains of a few maps (one sequence's runs) are small: one
-launch takes all, in three TF32 products that make up fp32.
+launch takes all, in three TF32 products that make up fp32. Where the composed map is needed before
+the state that enters is known, the maps of what precedes each run come with it, and the state then
+goes through all of them at once, not through one run after the other.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64
-
 _MAP_WIDTH = 64  # columns a program of the pass over a run
-_MAP_STAGES = 2
 _MAP_WARPS = 4
 _CHAIN_WIDTH = 32  # columns a program of a chain of maps
 _CHAIN_WARPS = 8
+_ROOM = 200 * 1024  # bytes of shared memory that pipelined chains need
 
 
 @triton.jit
@@ -36,6 +40,8 @@ def run_maps_kernel(
     w_ptr,
     u_ptr,
     decay_ptr,
+    key_ptr,
+    v_ptr,
     maps_ptr,
     cu_seqlens_ptr,
     first_run,
@@ -46,6 +52,7 @@ def run_maps_kernel(
     BK: tl.constexpr,
     BN: tl.constexpr,
     GATE: tl.constexpr,
+    BESIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Walk one run with BN columns of its map; GATE is 0 for none, 1 a head, 2 a channel."""
@@ -72,7 +79,8 @@ def run_maps_kernel(
         k = tl.load(k_ptr + token[:, None] * K + channels[None, :], mask=in_rows, other=0.0)
         in_u = inside[:, None] & (in_column & is_update)[None, :]
         u = tl.load(u_ptr + token[:, None] * V + column[None, :], mask=in_u, other=0.0)
-        x = u.to(tl.float32) - tl.dot(w, state.to(w.dtype))
+        read = tl.dot(w, state.to(w.dtype))
+        x = u.to(tl.float32) + (read if BESIDE else -read)
         if GATE == 1:
             b = tl.load(decay_ptr + token, mask=inside, other=0.0)
             total = tl.load(decay_ptr + last)
@@ -82,6 +90,11 @@ def run_maps_kernel(
             total = tl.load(decay_ptr + last * K + channels, mask=in_k, other=0.0)
             state = state * tl.exp2(total)[:, None]
         state = tl.dot(tl.trans(k), x.to(k.dtype), state)
+        if BESIDE:
+            v = tl.load(v_ptr + token[:, None] * V + column[None, :], mask=in_u, other=0.0)
+            at_key = key_ptr + token[:, None] * K + channels[None, :]
+            key = tl.load(at_key, mask=in_rows, other=0.0)
+            state = tl.dot(tl.trans(key), v, state)
     at = (run * H + h) * K * (V + K) + channels[:, None] * (V + K)
     at += tl.where(is_update, column, V + column)[None, :]
     tl.store(maps_ptr + at, state, mask=in_k[:, None] & in_column[None, :])
@@ -93,6 +106,8 @@ def run_maps(
     u: Tensor,
     decay: Tensor | None,
     *,
+    beside: tuple[Tensor, Tensor] | None = None,
+    chunk: int = 64,
     cu_seqlens: Tensor,
     first: int,
     stop: int,
@@ -104,6 +119,8 @@ def run_maps(
         w: WY rows [1, T, H, K].
         u: their values [1, T, H, V].
         decay: cumulative log decay of each chunk in base 2, fp32 [1, T, H] or [1, T, H, K], or None.
+        beside: keys like k and values [1, T, H, V] that are written too; w is added then.
+        chunk: tokens a chunk.
         cu_seqlens: cut points of all runs.
         first: the first run.
         stop: one past the last.
@@ -116,22 +133,27 @@ def run_maps(
     maps = torch.empty(size, dtype=torch.float32, device=k.device)
     blocks = triton.cdiv(V, BN) + triton.cdiv(K, BN)
     gate = 0 if decay is None else decay.ndim - 2
+    stages = 2 if beside is None or chunk < 64 else 1
+    key, v = (None, None) if beside is None else beside
     run_maps_kernel[(blocks, H, stop - first)](
         k,
         w,
         u,
         decay,
+        key,
+        v,
         maps,
         cu_seqlens,
         first,
         H,
         K,
         V,
-        CHUNK,
+        chunk,
         BK,
         BN,
         gate,
-        _MAP_STAGES,
+        beside is not None,
+        stages,
         num_warps=_MAP_WARPS,
     )
     return maps
@@ -151,7 +173,9 @@ def chain_kernel(
     start_ptr,
     states_ptr,
     end_ptr,
+    matrix_ptr,
     length,
+    num_sharing,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -159,12 +183,14 @@ def chain_kernel(
     BN: tl.constexpr,
     BACK: tl.constexpr,
     TOTAL: tl.constexpr,
+    STORE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Take BN columns of one sequence's state through its maps.
 
     BACK: through the transposed maps from the last, adding ``own`` in place of the updates. TOTAL:
-    from zero and the identity, the columns of the map that all make up. States have K rows in one
-    block of BK, or in two.
+    from zero and the identity, the columns of the map that all make up. STORE: what comes before each
+    map. ``num_sharing`` sequences have one start. States have K rows in one block of BK, or in two.
     """
     TWO: tl.constexpr = K > BK
     W: tl.constexpr = V + K
@@ -185,21 +211,22 @@ def chain_kernel(
             is_one = (high[:, None] == column[None, :]) & (block >= V_BLOCKS)
             s2 = tl.where(is_one, 1.0, 0.0)
     else:
-        at_state = start_ptr + (sequence * H + h) * K * V
+        at_state = start_ptr + (sequence // num_sharing * H + h) * K * V
         s1 = load_block(at_state, low, column, in_low, in_column, V)
         if TWO:
             s2 = load_block(at_state, high, column, in_high, in_column, V)
     adds = in_column & is_state
-    for step in range(0, length):
+    for step in tl.range(0, length, num_stages=STAGES):
         run = sequence * length + (length - 1 - step if BACK else step)
         at = (run * H + h) * K
-        if not TOTAL:
-            here = states_ptr + at * V
+        if STORE:
+            OUT: tl.constexpr = W if TOTAL else V
+            here = states_ptr + at * OUT + tl.where(is_state, column, V + column)[None, :]
             mask = in_low[:, None] & in_column[None, :]
-            tl.store(here + low[:, None] * V + column[None, :], s1, mask=mask)
+            tl.store(here + low[:, None] * OUT, s1, mask=mask)
             if TWO:
                 mask = in_high[:, None] & in_column[None, :]
-                tl.store(here + high[:, None] * V + column[None, :], s2, mask=mask)
+                tl.store(here + high[:, None] * OUT, s2, mask=mask)
         matrix = maps_ptr + at * W + V
         if BACK:
             n1 = load_block(own_ptr + at * V, low, column, in_low, adds, V)
@@ -223,59 +250,112 @@ def chain_kernel(
             n2 = tl.dot(m21, s1, n2, input_precision="tf32x3")
             s2 = tl.dot(m22, s2, n2, input_precision="tf32x3")
         s1 = n1
-    OUT: tl.constexpr = W if TOTAL else V
-    end = end_ptr + (sequence * H + h) * K * OUT + tl.where(is_state, 0, V)
-    mask = in_low[:, None] & in_column[None, :]
-    tl.store(end + low[:, None] * OUT + column[None, :], s1, mask=mask)
-    if TWO:
-        mask = in_high[:, None] & in_column[None, :]
-        tl.store(end + high[:, None] * OUT + column[None, :], s2, mask=mask)
+    in_rows = in_low[:, None] & in_column[None, :]
+    in_more = in_high[:, None] & in_column[None, :]
+    if is_state:
+        end = end_ptr + (sequence * H + h) * K * V + column[None, :]
+        tl.store(end + low[:, None] * V, s1, mask=in_rows)
+        if TWO:
+            tl.store(end + high[:, None] * V, s2, mask=in_more)
+    elif matrix_ptr is not None:
+        end = matrix_ptr + (sequence * H + h) * K * K + column[None, :]
+        tl.store(end + low[:, None] * K, s1, mask=in_rows)
+        if TWO:
+            tl.store(end + high[:, None] * K, s2, mask=in_more)
+
+
+@lru_cache(maxsize=16)
+def has_room(device: torch.device) -> bool:
+    """Return whether a device has the shared memory of the largest GPUs."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOM
 
 
 def _launch(
     maps: Tensor,
-    own: Tensor | None,
-    start: Tensor | None,
-    states: Tensor | None,
     end: Tensor,
     *,
+    own: Tensor | None = None,
+    start: Tensor | None = None,
+    states: Tensor | None = None,
+    matrix: Tensor | None = None,
     back: bool = False,
 ) -> None:
-    B, H, K, _ = end.shape
-    V = maps.shape[3] - K
+    B, H, K, V = end.shape
     BK = min(128, max(16, triton.next_power_of_2(K)))
     BN = 16 if K > 128 else _CHAIN_WIDTH
-    total = start is None
-    blocks = triton.cdiv(V, BN) + (triton.cdiv(K, BN) if total else 0)
+    blocks = triton.cdiv(V, BN) + (triton.cdiv(K, BN) if start is None else 0)
+    length = len(maps) // B
+    is_pipelined = K <= 128 and length > 1 and not back and has_room(maps.device)
     chain_kernel[(blocks, H, B)](
         maps,
         own,
         start,
         states,
         end,
-        len(maps) // B,
+        matrix,
+        length,
+        1 if start is None else B // len(start),
         H,
         K,
         V,
         BK,
         BN,
         back,
-        total,
+        start is None,
+        states is not None,
+        2 if is_pipelined else 1,
         num_warps=_CHAIN_WARPS,
         num_stages=1,
     )
 
 
-def compose_maps(maps: Tensor, num_sequences: int) -> Tensor:
-    """Return the map of each sequence's runs together, [B, H, K, V + K].
+def compose_maps(maps: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the map of each sequence's runs together, and those of what precedes each run.
 
     Args:
         maps: of runs, as many for each sequence, [B·r, H, K, V + K].
         num_sequences: B.
+
+    Returns:
+        Update [B, H, K, V], transition [B, H, K, K], and maps like ``maps``.
     """
-    total = maps.new_empty(num_sequences, *maps.shape[1:])
-    _launch(maps, None, None, None, total)
-    return total
+    _, H, K, width = maps.shape
+    update = maps.new_empty(num_sequences, H, K, width - K)
+    transition, before = maps.new_empty(num_sequences, H, K, K), torch.empty_like(maps)
+    _launch(maps, update, states=before, matrix=transition)
+    return update, transition, before
+
+
+def compose_adjoints(maps: Tensor, own: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Return what the outputs of each sequence's runs send to the state that enters the first.
+
+    Args:
+        maps: of runs, as many for each sequence, [B·r, H, K, V + K].
+        own: what a run's outputs send to the state that enters it [B·r, H, K, V], fp32.
+        num_sequences: B.
+
+    Returns:
+        That gradient [B, H, K, V]; and maps like ``maps``, each from the gradient of the state that
+        leaves the sequence to that of the state that leaves a run.
+    """
+    start = own.new_empty(num_sequences, *own.shape[1:])
+    after = torch.empty_like(maps)
+    _launch(maps, start, own=own, states=after, back=True)
+    return start, after
+
+
+def apply_maps(maps: Tensor, start: Tensor) -> Tensor:
+    """Apply as many maps for each sequence to its one state, [B·r, H, K, V].
+
+    Args:
+        maps: [B·r, H, K, V + K].
+        start: [B, H, K, V], fp32.
+    """
+    found = start.new_empty(len(maps), *start.shape[1:])
+    _launch(maps, found, start=start.contiguous())
+    return found
 
 
 def states_through(maps: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,7 +367,7 @@ def states_through(maps: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """
     start = start.contiguous()
     states, end = start.new_empty(len(maps), *start.shape[1:]), torch.empty_like(start)
-    _launch(maps, None, start, states, end)
+    _launch(maps, end, start=start, states=states)
     return states, end
 
 
@@ -301,5 +381,5 @@ def adjoints_through(maps: Tensor, own: Tensor, d_end: Tensor) -> tuple[Tensor, 
     """
     d_end = d_end.contiguous()
     states, start = torch.empty_like(own), torch.empty_like(d_end)
-    _launch(maps, own, d_end, states, start, back=True)
+    _launch(maps, start, own=own, start=d_end, states=states, back=True)
     return states, start

@@ -15,6 +15,7 @@ from zeco.layers.norms import HeadLayerNorm
 from zeco.operators.rwkv7 import rwkv7
 
 _BRANCHES = 6  # r, w, k, v, a and the gate
+_LOWEST = -math.exp(-0.5)  # the strongest log decay
 
 
 class RWKV7(Mixer):
@@ -85,14 +86,23 @@ class RWKV7(Mixer):
         rate = self.rate(a).sigmoid()
         k, v, r = self.key(k), self.value(v), self.receptance(r)
         logits = self.decay(w)
-        log_decay = -math.exp(-0.5) * logits.to(state_dtype(logits)).sigmoid()
+        log_decay = _LOWEST * logits.to(state_dtype(logits)).sigmoid()
         removal = (k * self.removal).unflatten(-1, self.heads_shape)
-        removal = F.normalize(removal.to(log_decay.dtype), dim=-1)
-        k = k * (1 + (rate - 1) * self.replacement)
+        removal = F.normalize(removal.to(log_decay.dtype), dim=-1).to(k.dtype)
+        k = (k * (1 + (rate - 1) * self.replacement)).to(v.dtype)  # autocast leaves it wider
         r, log_decay, k, v, rate = (
             y.unflatten(-1, self.heads_shape) for y in (r, log_decay, k, v, rate)
         )
-        o, final = rwkv7(r, log_decay, k, v, -removal, removal * rate, **call.operator_keywords)
+        o, final = rwkv7(
+            r,
+            log_decay,
+            k,
+            v,
+            -removal,
+            removal * rate,
+            lower_bound=_LOWEST,
+            **call.operator_keywords,
+        )
         call.keep(final)
         bonus = (r * k * self.bonus.view(self.heads_shape)).sum(-1, keepdim=True) * v
         return self.out((self.norm(o) + bonus).flatten(2) * gate)

@@ -97,18 +97,24 @@ def check_log_decay(name: str, argument: str, g: Tensor, sp: Exchange | None) ->
 def check_not_positive(
     name: str, argument: str, x: Tensor, sp: Exchange | None, *, remedy: str
 ) -> None:
-    """Refuse values above zero.
-
-    On a GPU the look at the values would stall it, so there it is made only for an ``sp`` whose
-    ``check`` is true.
-    """
-    if x.numel() == 0 or (x.device.type == "cuda" and not (sp is not None and sp.check)):
+    """Refuse values above zero, where they are looked at."""
+    if not are_looked_at(x, sp):
         return
     high = float(x.detach().amax())
     if high > 0:
         raise ArgumentError(
             f"{name}: {argument} has values up to {high:.4g}, but must be <= 0; {remedy}"
         )
+
+
+def are_looked_at(x: Tensor, sp: Exchange | None) -> bool:
+    """Return whether an argument's values are looked at.
+
+    On a GPU that would stall it, so there they are only for an ``sp`` whose ``check`` is true.
+    """
+    if x.numel() == 0:
+        return False
+    return x.device.type != "cuda" or (sp is not None and sp.check)
 
 
 def check_heads(name: str, num_value_heads: int, **others: int) -> None:

@@ -18,8 +18,10 @@ from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
 from zeco.operators.delta_core import Exact
+from zeco.operators.fla_channel_passes import ChannelPasses
 from zeco.operators.fla_check import why_not_fla
 from zeco.operators.fla_delta import FlaDeltaSegment
+from zeco.operators.fla_head_passes import HeadPasses
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange, Inputs
 
@@ -58,7 +60,9 @@ class DeltaRuleOperator:
     def segment(self, inputs: Inputs, pieces: Pieces) -> DeltaRuleSegment | FlaDeltaSegment:
         """Return the call of this operator on a rank's tokens."""
         if self.backend == "fla":
-            return FlaDeltaSegment(self, inputs, pieces)
+            g = inputs[3]
+            kind = HeadPasses if g is None or g.ndim == 3 else ChannelPasses
+            return FlaDeltaSegment(self, inputs, pieces, kind)
         return DeltaRuleSegment(self, inputs, pieces)
 
 
@@ -172,8 +176,9 @@ def run_delta_rule(
         g = repeat_heads(g, H)
     if use_qk_l2norm_in_kernel:
         q, k = unit_norm(q), unit_norm(k)
-    dtypes = (None if x is None else x.dtype for x in (q, k, v, g, beta))
-    refused = {"fla": why_not_fla(sizes["K"], sizes["V"], *dtypes)}
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    dtypes = {argument: None if x is None else x.dtype for argument, x in given.items()}
+    refused = {"fla": why_not_fla(sizes["K"], sizes["V"], **dtypes)}
     operator = DeltaRuleOperator(
         name,
         sizes["K"] ** -0.5 if scale is None else float(scale),

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeco.operators.fla_passes import (
-    DeltaGradients,
-    DeltaPasses,
-    call_fla,
-    state_zeros,
-    taken,
-)
-from zeco.operators.fla_runs import CHUNK
+from zeco.operators.fla_passes import DeltaPasses, PassGradients, call_fla, taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +43,7 @@ class ChannelPasses(DeltaPasses):
                 gk=self._decay,
                 beta=self.beta,
                 scale=self.scale,
-                chunk_size=CHUNK,
+                chunk_size=self.CHUNK,
                 safe_gate=False,
                 disable_recompute=queries,
                 **self.where,
@@ -93,38 +86,25 @@ class ChannelPasses(DeltaPasses):
             A=s.scores,
             h=h,
             scale=self.scale,
-            chunk_size=CHUNK,
+            chunk_size=self.CHUNK,
             **self.where,
         )
         return o, ends
 
     def adjoints(self, d_o: Tensor) -> Tensor:
         s = self._solve(queries=True)
-        inner = call_fla(
-            "ops.common.chunk_o",
-            "chunk_bwd_dv_local",
-            q=self.q,
-            k=self.k,
-            do=d_o,
-            A=s.scores,
-            scale=self.scale,
-            chunk_size=CHUNK,
-            **self.where,
-        )
-        zeros = state_zeros(self.runs, self.k, s.u)
-        query = taken(s.query)
-        return self._adjoints(query, s.key, s.w, d_o, inner, zeros, gk=self._decay)[1]
+        return self._own_adjoints(taken(s.query), s.key, s.w, d_o, scores=s.scores)
 
     def replay(self, starts: Tensor) -> None:
         s = self._solve(queries=True)
         h, written, _ = self._states(s.key, s.w, s.u, starts, gk=self._decay)
         self._replayed = h, written
 
-    def gradients(self, d_o: Tensor, d_ends: Tensor) -> DeltaGradients:
+    def gradients(self, d_o: Tensor, d_ends: Tensor) -> PassGradients:
         h, written = taken(self._replayed)
         self._replayed = None
         s = self._solve(queries=True)
-        common = {"chunk_size": CHUNK, **self.where}
+        common = {"chunk_size": self.CHUNK, **self.where}
         rows = {"q": self.q, "k": self.k, "g": self._decay, "beta": self.beta, **common}
         d_scores, inner = call_fla(
             "ops.kda.chunk_bwd",
@@ -165,4 +145,4 @@ class ChannelPasses(DeltaPasses):
             **rows,
         )
         dg = call_fla("ops.utils", "chunk_local_cumsum", dg, reverse=True, **common)
-        return DeltaGradients(dq, dk, dv, dg, d_beta, d_starts)
+        return PassGradients((dq, dk, dv, dg, d_beta), d_starts)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +25,17 @@ from zeco.operators.fla_runs import make_runs
 from zeco.operators.segment import Inputs
 
 if TYPE_CHECKING:
-    from zeco.operators.delta_call import DeltaRuleSegment
-    from zeco.operators.fla_passes import DeltaPasses
+    from zeco.operators.delta import DeltaFamilyOperator
+    from zeco.operators.fla_passes import Passes
+    from zeco.operators.segment import Segment
 
 KNOWN = ("0.6.0",)
 """Releases of fla-core whose inner functions are those that `fla_passes` calls."""
 
+ROWS = frozenset({"q", "k", "v", "r", "a", "b"})
+"""The inputs that share one dtype of 16 bits; decays and betas have their own."""
+
+_GATES = frozenset({"g", "w"})
 _MAX_DIM = 256
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -72,22 +78,24 @@ def why_not_installed(device: torch.device) -> str | None:
     return None
 
 
-def why_not_fla(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
-    """Return why FLA's kernels don't take a call of the delta rules; None if they do.
+def why_not_fla(K: int, V: int, **dtypes: torch.dtype | None) -> str | None:
+    """Return why FLA's kernels don't take a call of the delta family; None if they do.
 
     Args:
         K: key dim.
         V: value dim.
-        dtypes: of q, k, v, g and beta; None for one that isn't given.
+        dtypes: of the inputs by name; None for one that isn't given.
 
-    >>> why_not_fla(128, 128, torch.bfloat16, torch.bfloat16, torch.bfloat16, None, torch.float32)
-    >>> why_not_fla(20, 128, torch.bfloat16, torch.bfloat16, torch.bfloat16, None, torch.float32)
+    >>> half, full = torch.bfloat16, torch.float32
+    >>> why_not_fla(128, 128, q=half, k=half, v=half, g=None, beta=full)
+    >>> why_not_fla(20, 128, q=half, k=half, v=half, g=None, beta=full)
     "K=20 and V=128 must both be multiples of 16 up to 256; use backend='torch'"
     """
-    if any(dtype not in _DTYPES for dtype in dtypes[:3]) or len(set(dtypes[:3])) > 1:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes[:3])
-        reason = f"q, k and v are {names}, but must all be bfloat16 or all float16"
-    elif torch.float64 in dtypes:
+    rows = {name: dtype for name, dtype in dtypes.items() if name in ROWS}
+    if any(dtype not in _DTYPES for dtype in rows.values()) or len(set(rows.values())) > 1:
+        found = ", ".join(f"{name} {str(x).removeprefix('torch.')}" for name, x in rows.items())
+        reason = f"the dtypes are {found}, but must all be bfloat16 or all float16"
+    elif torch.float64 in dtypes.values():
         reason = "the kernels don't compute in float64"
     elif K % 16 or V % 16 or not 0 < K <= _MAX_DIM or not 0 < V <= _MAX_DIM:
         reason = f"K={K} and V={V} must both be multiples of 16 up to {_MAX_DIM}"
@@ -96,83 +104,103 @@ def why_not_fla(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
     return f"{reason}; use backend='torch'"
 
 
-def confirm(name: str, part: str, passes: DeltaPasses) -> None:
+def confirm(operator: DeltaFamilyOperator, part: str, passes: Passes) -> None:
     """Compare a part with the torch backend, unless that was done for calls like this one.
 
     Args:
-        name: the operator.
+        operator: that of the call.
         part: "maps", "outputs", "adjoints" or "gradients".
         passes: the call that has just run this part.
 
     Raises:
         BackendError: the results differ.
     """
-    k, v, g, beta = passes.k, passes.v, passes.g, passes.beta
-    gate = None if g is None else (g.dtype, g.ndim)
-    key = (name, part, k.dtype, gate, beta.dtype, k.device, *k.shape[2:], v.shape[3])
+    _, _, H, K, V = _sizes(operator, passes.inputs)
+    of_inputs = tuple(None if x is None else (x.dtype, x.ndim) for x in passes.inputs)
+    key = (operator.name, part, type(passes), of_inputs, _device(passes), H, K, V)
     if key in _confirmed:
         return
-    for quantity, (found, expected) in _compare(part, name, passes).items():
+    for quantity, (found, expected) in _compare(part, operator, passes).items():
         scale = torch.linalg.vector_norm(expected.double())
         error = torch.linalg.vector_norm(found.double() - expected.double()) / (scale + 1e-30)
-        bound = _GATE_BOUND if quantity == "gradient of g" else _BOUND
+        bound = _GATE_BOUND if quantity.removeprefix("gradient of ") in _GATES else _BOUND
         if not error <= bound:
-            raise BackendError(_message(name, quantity, float(error), bound, passes))
+            raise BackendError(_message(operator, quantity, float(error), bound, passes))
     _confirmed.add(key)
 
 
-def _message(name: str, quantity: str, error: float, bound: float, passes: DeltaPasses) -> str:
+def _device(passes: Passes) -> torch.device:
+    return cast("Tensor", passes.inputs[0]).device
+
+
+def _sizes(operator: DeltaFamilyOperator, inputs: Inputs) -> tuple[int, int, int, int, int]:
+    """Return B, T, H, K, V."""
+    B, H, K, V = operator.state_shape(inputs)
+    return B, cast("Tensor", inputs[0]).shape[1], H, K, V
+
+
+def _message(
+    operator: DeltaFamilyOperator, quantity: str, error: float, bound: float, passes: Passes
+) -> str:
     import triton
 
-    _, _, H, K = passes.k.shape
-    device = passes.k.device
+    _, _, H, K, V = _sizes(operator, passes.inputs)
+    device, dtype = _device(passes), cast("Tensor", passes.inputs[0]).dtype
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return (
-        f"{name}: backend 'fla' gives a wrong {quantity}: relative error {error:.2g} (at most "
-        f"{bound:g}) against the torch backend, at H={H}, K={K}, V={passes.v.shape[3]}, "
-        f"{passes.k.dtype} on {where}, with fla-core "
-        f"{_installed()}, triton {triton.__version__}, torch {torch.__version__}; use "
-        "backend='torch', or versions of these that agree with it"
+        f"{operator.name}: backend 'fla' gives a wrong {quantity}: relative error {error:.2g} (at "
+        f"most {bound:g}) against the torch backend, at H={H}, K={K}, V={V}, {dtype} on {where}, "
+        f"with fla-core {_installed()}, triton {triton.__version__}, torch {torch.__version__}; "
+        "use backend='torch', or versions of these that agree with it"
     )
 
 
-def _compare(part: str, name: str, like: DeltaPasses) -> dict[str, tuple[Tensor, Tensor]]:
+def _compare(
+    part: str, operator: DeltaFamilyOperator, like: Passes
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what a part gives on a tiny problem like a call's, and what the torch backend gives."""
-    from zeco.operators.delta_call import DeltaRuleOperator, DeltaRuleSegment
-
-    inputs, entering, d_o, d_final = _problem(like)
-    scale = inputs[0].shape[3] ** -0.5 if inputs[0] is not None else 1.0
-    runs = make_runs((0, _TOKENS), _TOKENS, like.k.device)
-    passes = type(like)(*inputs, scale=scale, runs=runs)  # type: ignore[arg-type]
+    inputs, entering, d_o, d_final = _problem(operator, like)
+    tiny: Any = replace(cast("Any", operator), scale=_sizes(operator, inputs)[3] ** -0.5)
+    runs = make_runs((0, _TOKENS), _TOKENS, like.CHUNK, _device(like))
+    passes = type(like)(inputs, scale=tiny.scale, runs=runs)
     wide = tuple(None if x is None else x.float() for x in inputs)
-    segment = DeltaRuleSegment(DeltaRuleOperator(name, scale), wide, whole(_TOKENS))
+    segment: Segment = replace(tiny, backend="torch").segment(wide, whole(_TOKENS))
     compared: Callable[..., dict[str, tuple[Tensor, Tensor]]] = _PARTS[part]
-    return compared(passes, segment, entering, d_o, d_final)
+    pairs = compared(passes, segment, entering, d_o, d_final)
+    return {quantity.format(*operator.input_names): pair for quantity, pair in pairs.items()}
 
 
-def _problem(like: DeltaPasses) -> tuple[Inputs, Tensor, Tensor, Tensor]:
+def _problem(operator: DeltaFamilyOperator, like: Passes) -> tuple[Inputs, Tensor, Tensor, Tensor]:
     """Return inputs and an entering state, and gradients of the outputs and of the leaving state."""
     generator = torch.Generator().manual_seed(0)
+    _, _, H, K, V = _sizes(operator, like.inputs)
+    named = dict(zip(operator.input_names, like.inputs, strict=True))
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    _, _, H, K = like.k.shape
-    V, dtype, device = like.v.shape[3], like.k.dtype, like.k.device
-    q, k = random(1, _TOKENS, H, K), F.normalize(random(1, _TOKENS, H, K), dim=-1)
-    v, d_o = random(1, _TOKENS, H, V), random(1, _TOKENS, H, V)
-    beta = torch.rand(1, _TOKENS, H, generator=generator).to(device, like.beta.dtype)
-    g = None
-    if like.g is not None:
-        size = (1, _TOKENS, *like.g.shape[2:])
-        g = (-0.2 * torch.rand(size, generator=generator)).to(device, like.g.dtype)
-    q, k, v, d_o = (x.to(device, dtype) for x in (q, k, v, d_o))
+    def values(name: str, like: Tensor) -> Tensor:
+        x = random(1, _TOKENS, *like.shape[2:])
+        if name in _GATES:
+            return -0.2 * x.sigmoid()
+        if name == "beta":
+            return x.sigmoid()
+        return F.normalize(x, dim=-1) if name in "ka" else x
+
+    found = {n: None if x is None else values(n, x) for n, x in named.items()}
+    if found.get("a") is not None:  # what a reads is taken away along b, in part
+        found["b"] = -0.5 * cast("Tensor", found["a"])
+    inputs = tuple(
+        None if x is None or y is None else x.to(y.device, y.dtype)
+        for x, y in zip(found.values(), like.inputs, strict=True)
+    )
+    device, dtype = _device(like), cast("Tensor", like.inputs[0]).dtype
     states = random(2, 1, H, K, V).to(device)
-    return (q, k, v, g, beta), states[0], d_o, states[1]
+    return inputs, states[0], random(1, _TOKENS, H, V).to(device, dtype), states[1]
 
 
 def _compare_maps(
-    passes: DeltaPasses, segment: DeltaRuleSegment, entering: Tensor, d_o: Tensor, d_final: Tensor
+    passes: Passes, segment: Segment, entering: Tensor, d_o: Tensor, d_final: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     expected = segment.summarize()
     V = entering.shape[3]
@@ -184,7 +212,7 @@ def _compare_maps(
 
 
 def _compare_outputs(
-    passes: DeltaPasses, segment: DeltaRuleSegment, entering: Tensor, d_o: Tensor, d_final: Tensor
+    passes: Passes, segment: Segment, entering: Tensor, d_o: Tensor, d_final: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     o, final = passes.outputs(entering)
     expected_o, expected_finals = segment.output(entering, None)
@@ -192,24 +220,23 @@ def _compare_outputs(
 
 
 def _compare_adjoints(
-    passes: DeltaPasses, segment: DeltaRuleSegment, entering: Tensor, d_o: Tensor, d_final: Tensor
+    passes: Passes, segment: Segment, entering: Tensor, d_o: Tensor, d_final: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     found = passes.adjoints(d_o)
     return {"adjoint of the entering state": (found, segment.adjoint(d_o.float(), None))}
 
 
 def _compare_gradients(
-    passes: DeltaPasses, segment: DeltaRuleSegment, entering: Tensor, d_o: Tensor, d_final: Tensor
+    passes: Passes, segment: Segment, entering: Tensor, d_o: Tensor, d_final: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     passes.replay(entering)
     found = passes.gradients(d_o, d_final)
     segment.replay(entering, None)
     expected = segment.backward(d_o.float(), d_final.unsqueeze(0))
     pairs = {"gradient of the entering state": (found.starts, expected.entering)}
-    inputs = (found.q, found.k, found.v, found.g, found.beta)
-    for name, x, y in zip(("q", "k", "v", "g", "beta"), inputs, expected.inputs, strict=True):
+    for place, (x, y) in enumerate(zip(found.inputs, expected.inputs, strict=True)):
         if x is not None and y is not None:
-            pairs[f"gradient of {name}"] = (x, y)
+            pairs[f"gradient of {{{place}}}"] = (x, y)
     return pairs
 
 

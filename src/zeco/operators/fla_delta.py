@@ -1,4 +1,4 @@
-"""The delta rules on Flash Linear Attention's kernels: a `Segment` like `zeco.operators.delta`'s.
+"""The delta family on Flash Linear Attention's kernels: a `Segment` like `zeco.operators.delta`'s.
 
 FLA joins forward and backward in one autograd function, and its own context parallelism gathers
 every rank's map. Here its passes (`fla_passes`) are called one by one, so that the rank's map is
@@ -11,8 +11,8 @@ That takes a few launches more, so a call that goes without the map is cut only 
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Protocol, cast
+from functools import cached_property, reduce
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from torch import Tensor
 from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Dense, Reset, Transition
-from zeco.operators.fla_channel_passes import ChannelPasses
-from zeco.operators.fla_check import confirm
-from zeco.operators.fla_head_passes import HeadPasses
-from zeco.operators.fla_passes import DeltaPasses, in_one_row
-from zeco.operators.fla_runs import CHUNK, Runs, chunks_per_run, make_runs
+from zeco.operators.delta import DeltaFamilyOperator
+from zeco.operators.fla_check import ROWS, confirm
+from zeco.operators.fla_passes import Passes, in_one_row, taken
+from zeco.operators.fla_runs import Runs, chunks_per_run, make_runs
 from zeco.operators.segment import Gradients, Inputs, Segment
 
 # Programs at once that keep a large GPU busy. FLA's passes have one for each head and run, and this
@@ -36,35 +35,28 @@ _VALUES = 64
 _UNCUT_CHUNKS = 256
 
 
-class DeltaOptions(Protocol):
-    """What the segment reads of `zeco.operators.delta_call.DeltaRuleOperator`."""
-
-    @property
-    def name(self) -> str:
-        """The public name."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Factor of the queries."""
-        ...
-
-
 class FlaDeltaSegment(Segment):
-    """One call of a delta rule; inputs are q, k, v, g, beta, with g None for no gate.
+    """One call of an operator of the family on the passes of its kind.
 
     A *group* is a piece of a document, in all B sequences of the batch at once: B·r runs, the first
     sequence's r first.
     """
 
-    def __init__(self, operator: DeltaOptions, inputs: Inputs, pieces: Pieces) -> None:
+    def __init__(
+        self, operator: DeltaFamilyOperator, inputs: Inputs, pieces: Pieces, kind: type[Passes]
+    ) -> None:
         super().__init__(inputs, pieces)
         self.operator = operator
-        _, k, v, _, _ = cast("tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]", inputs)
-        self.B, self.T, self.H, self.K = k.shape
-        self.V = v.shape[3]
+        self.kind = kind
+        self.B, self.H, self.K, self.V = operator.state_shape(inputs)
+        first = cast("Tensor", inputs[0])
+        self.T, self.dtype, self.device = first.shape[1], first.dtype, first.device
         self._found_maps: dict[int, Tensor] = {}
-        self._found_total: Tensor | None = None
+        self._found_total: tuple[Tensor | None, Tensor] | None = None
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self._found_starts: Tensor | None = None
+        self._recalled_starts: Tensor | None = None
         self._kept: tuple[Tensor, ...] = ()
         self._mapped = False
         self._own_adjoints: Tensor | None = None
@@ -77,34 +69,31 @@ class FlaDeltaSegment(Segment):
 
     @cached_property
     def _runs(self) -> Runs:
-        length = chunks = -(-self.T // CHUNK)
+        chunk = self.kind.CHUNK
+        length = chunks = -(-self.T // chunk)
         if self._mapped or chunks > _UNCUT_CHUNKS:
             programs = self.B * self.H * -(-self.V // _VALUES)
-            length = chunks_per_run(self.T, programs, _PROGRAMS)
+            length = chunks_per_run(chunks, programs, _PROGRAMS)
         bounds = self.pieces.bounds
         if self.B > 1:
             bounds = tuple(b * self.T for b in range(self.B + 1))
-        return make_runs(bounds, max(1, length), cast("Tensor", self.inputs[1]).device)
-
-    @property
-    def _kind(self) -> type[DeltaPasses]:
-        g = self.inputs[3]
-        return HeadPasses if g is None or g.ndim == 3 else ChannelPasses
+        return make_runs(bounds, max(1, length), chunk, self.device)
 
     @cached_property
-    def _passes(self) -> DeltaPasses:
-        q, k, v, g, beta = cast("tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]", self.inputs)
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        q, k, v = (in_one_row(x.to(dtype)) for x in (q, k, v))
-        g = None if g is None else in_one_row(g)
-        scale, runs = self.operator.scale, self._runs
-        passes = self._kind(q, k, v, g, in_one_row(beta), scale=scale, runs=runs)
+    def _passes(self) -> Passes:
+        # The kernels take one dtype for all rows; on a GPU a call comes with one.
+        named = dict(zip(self.operator.input_names, self.inputs, strict=True))
+        rows = {name: x for name, x in named.items() if name in ROWS and x is not None}
+        dtype = reduce(torch.promote_types, (x.dtype for x in rows.values()))
+        named |= {name: x.to(dtype) for name, x in rows.items()}
+        inputs = tuple(None if x is None else in_one_row(x) for x in named.values())
+        passes = self.kind(inputs, scale=self.operator.scale, runs=self._runs)
         if self._kept:
             passes.recall(self._kept)
         return passes
 
     def _confirm(self, part: str) -> None:
-        confirm(self.operator.name, part, self._passes)
+        confirm(self.operator, part, self._passes)
 
     # Groups and their runs.
 
@@ -125,13 +114,21 @@ class FlaDeltaSegment(Segment):
             self._confirm("maps")
         return self._found_maps[group]
 
-    def _total(self) -> Tensor:
-        """Return the map of a rank on which no document starts [B, H, K, V + K]."""
+    def _total(self) -> tuple[Tensor | None, Tensor]:
+        """Return the map of a rank on which no document starts: update and transition.
+
+        The update [B, H, K, V] is None when it isn't known any more.
+        """
         if self._found_total is None:
             from zeco.kernels.delta_maps import compose_maps
 
             maps = self._maps(0)
-            self._found_total = compose_maps(maps, self.B) if self._is_cut(0) else maps
+            if self._is_cut(0):
+                *total, self._before = compose_maps(maps, self.B)
+                self._found_total = total[0], total[1]
+            else:
+                update, transition = maps.split([self.V, self.K], -1)
+                self._found_total = update.contiguous(), transition.contiguous()
         return self._found_total
 
     def _starts(self, entering: Tensor, initials: Tensor | None) -> Tensor:
@@ -147,14 +144,19 @@ class FlaDeltaSegment(Segment):
         """Return the states that enter a group's runs, and the one that leaves if that is known."""
         if not self._is_cut(group):
             return state.contiguous(), None
-        from zeco.kernels.delta_maps import states_through
+        from zeco.kernels.delta_maps import apply_maps, states_through
 
+        if self._before is not None:  # there is one group
+            return apply_maps(self._before, state), None
         return states_through(self._maps(group), state)
 
-    def _back_through(self, group: int, d_end: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the states that leave a group's runs, and of what enters it."""
-        from zeco.kernels.delta_maps import adjoints_through
+    def _back_through(self, group: int, d_end: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the states that leave a group's runs, and of what enters it, if
+        that isn't known already."""
+        from zeco.kernels.delta_maps import adjoints_through, apply_maps
 
+        if self._after is not None:  # there is one group
+            return apply_maps(self._after, d_end), None
         own = self._adjoints(d_o)[slice(*self._range(group))]
         return adjoints_through(self._maps(group), own, d_end)
 
@@ -166,7 +168,7 @@ class FlaDeltaSegment(Segment):
         return self._own_adjoints
 
     def _row(self, d_o: Tensor) -> Tensor:
-        return in_one_row(d_o.to(self._passes.q.dtype))
+        return in_one_row(d_o.to(cast("Tensor", self._passes.inputs[0]).dtype))
 
     # The contract.
 
@@ -177,7 +179,7 @@ class FlaDeltaSegment(Segment):
             update = self._zero_state() if initials is None else initials[-1]
             return AffineMap(update, self.transition())
         if not self.pieces.resets:
-            return AffineMap(self._total()[..., : self.V].contiguous(), self.transition())
+            return AffineMap(taken(self._total()[0]), self.transition())
         from zeco.kernels.delta_maps import states_through
 
         start = self._zero_state() if initials is None else initials[-1]
@@ -189,24 +191,22 @@ class FlaDeltaSegment(Segment):
         if self.pieces.resets:
             return Reset(among="dense")
         if self._empty:
-            identity = torch.eye(self.K, device=cast("Tensor", self.inputs[1]).device)
+            identity = torch.eye(self.K, device=self.device)
             return Dense(identity.repeat(self.B, self.H, 1, 1))
-        return Dense(self._total()[..., self.V :].contiguous())
+        return Dense(self._total()[1])
 
     def _zero_state(self) -> Tensor:
-        k = cast("Tensor", self.inputs[1])
-        return torch.zeros(self.B, self.H, self.K, self.V, device=k.device)
+        return torch.zeros(self.B, self.H, self.K, self.V, device=self.device)
 
     def output(self, entering: Tensor, initials: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the pass over all runs at once."""
-        q, _, v = self.inputs[:3]
-        dtype = cast("Tensor", q).dtype
-        starts = self._starts(entering, initials)
+        starts = self._found_starts = self._starts(entering, initials)
         if self._empty:
-            return cast("Tensor", v).to(dtype), starts.unflatten(0, (-1, self.B))
+            o = torch.empty(self.B, self.T, self.H, self.V, dtype=self.dtype, device=self.device)
+            return o, starts.unflatten(0, (-1, self.B))
         o, ends = self._passes.outputs(starts)
         self._confirm("outputs")
-        return o.to(dtype).view(self.B, self.T, self.H, self.V), self._of_pieces(ends, -1)
+        return o.to(self.dtype).view(self.B, self.T, self.H, self.V), self._of_pieces(ends, -1)
 
     def _of_pieces(self, states: Tensor, place: int) -> Tensor:
         """Take the states of every piece's first run, place 0, or last, -1: [n, B, H, K, V]."""
@@ -215,42 +215,52 @@ class FlaDeltaSegment(Segment):
         return torch.stack([group[:, place] for group in groups])
 
     def keep(self) -> tuple[Tensor, ...]:
-        """Return what the passes keep, and the maps of a sequence that isn't packed."""
+        """Return what the passes keep; and of a sequence that isn't packed the runs' maps, their
+        transition together, or nothing in its place, and the states that entered them."""
         if self._empty:
             return ()
-        maps = self._found_maps if len(self.pieces.documents) == 1 else {}
-        total = () if self._found_total is None else (self._found_total,)
-        return (*maps.values(), *(total if maps else ()), *self._passes.keep())
+        maps, total = self._found_maps, self._found_total
+        if not maps or len(self.pieces.documents) > 1 or self._found_starts is None:
+            return self._passes.keep()
+        transition = maps[0].new_empty(0) if total is None else total[1]
+        return (maps[0], transition, self._found_starts, *self._passes.keep())
 
     def recall(self, kept: tuple[Tensor, ...]) -> None:
         """Take what `keep` gave, in place of solving the chunks' systems and of a state pass."""
-        if not kept:
+        if self._empty:
             return
-        number = self._kind.NUM_KEPT
-        maps, self._kept = kept[:-number], kept[-number:]
-        if maps:
+        count = len(kept) - self.kind.NUM_KEPT
+        own, self._kept = kept[:count], kept[count:]
+        if own:
             self._mapped = True
-            self._found_maps[0] = maps[0]
-        if len(maps) > 1:
-            self._found_total = maps[1]
+            self._found_maps[0], transition, self._recalled_starts = own
+            if transition.numel():
+                self._found_total = None, transition
 
     def adjoint(self, d_o: Tensor, d_finals: Tensor | None) -> Tensor:
         """Return the gradient of the entering state, from all inputs but v, and d_o."""
         self._mapped = True
         if not self.pieces.continued:
             return self._zero_state()
-        d_end = self._zero_state()
-        if d_finals is not None and len(d_finals) > 1:
-            d_end = d_finals[0]
-        elif not self._empty and not self._is_cut(0):
-            return self._adjoints(d_o)
-        return d_end if self._empty else self._back_through(0, d_end, d_o)[1]
+        is_whole = len(self.pieces.documents) == 1
+        if self._empty:
+            return self._zero_state() if is_whole or d_finals is None else d_finals[0]
+        if not is_whole:
+            d_end = self._zero_state() if d_finals is None else d_finals[0]
+            return taken(self._back_through(0, d_end, d_o)[1])
+        own = self._adjoints(d_o)
+        if self._is_cut(0):
+            from zeco.kernels.delta_maps import compose_adjoints
+
+            own, self._after = compose_adjoints(self._maps(0), own, self.B)
+        return own
 
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
         """Recompute the states that the gradients need."""
         self._ready, self._has_initials = True, initials is not None
         if not self._empty:
-            self._passes.replay(self._starts(entering, initials))
+            starts = self._recalled_starts
+            self._passes.replay(self._starts(entering, initials) if starts is None else starts)
 
     def backward(self, d_o: Tensor, d_finals: Tensor) -> Gradients:
         """Return all gradients; `replay` must have run."""
@@ -269,9 +279,7 @@ class FlaDeltaSegment(Segment):
         self._confirm("gradients")
         inputs = tuple(
             None if x is None or d is None else d.view_as(x).to(x.dtype)
-            for x, d in zip(
-                self.inputs, (found.q, found.k, found.v, found.g, found.beta), strict=True
-            )
+            for x, d in zip(self.inputs, found.inputs, strict=True)
         )
         return self._as_gradients(inputs, self._of_pieces(found.starts, 0))
 
@@ -283,6 +291,5 @@ class FlaDeltaSegment(Segment):
 
     def fresh(self, inputs: Inputs | None = None) -> FlaDeltaSegment:
         """Return a segment over other inputs, with nothing kept."""
-        return FlaDeltaSegment(
-            self.operator, self.inputs if inputs is None else inputs, self.pieces
-        )
+        inputs = self.inputs if inputs is None else inputs
+        return FlaDeltaSegment(self.operator, inputs, self.pieces, self.kind)

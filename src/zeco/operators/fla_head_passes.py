@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeco.operators.fla_passes import (
-    DeltaGradients,
-    DeltaPasses,
-    call_fla,
-    state_zeros,
-    taken,
-)
-from zeco.operators.fla_runs import CHUNK
+from zeco.operators.fla_passes import DeltaPasses, PassGradients, call_fla, taken
 
 
 class HeadPasses(DeltaPasses):
@@ -36,7 +29,7 @@ class HeadPasses(DeltaPasses):
                 v=self.v,
                 g=self._decay,
                 beta=self.beta,
-                chunk_size=CHUNK,
+                chunk_size=self.CHUNK,
                 **self.where,
             )
             self._solved = w, u, A
@@ -75,7 +68,7 @@ class HeadPasses(DeltaPasses):
             h=h,
             g=self._decay,
             scale=self.scale,
-            chunk_size=CHUNK,
+            chunk_size=self.CHUNK,
             **self.where,
         )
         return o, ends
@@ -92,24 +85,22 @@ class HeadPasses(DeltaPasses):
                 do=d_o,
                 g=self._decay,
                 scale=self.scale,
-                chunk_size=CHUNK,
+                chunk_size=self.CHUNK,
                 **self.where,
             )
             self._inner = inner
         return inner
 
     def adjoints(self, d_o: Tensor) -> Tensor:
-        w, u, _ = self._solve()
-        inner = self._inner_values(d_o)
-        zeros = state_zeros(self.runs, self.k, u)
-        return self._adjoints(self.q, self.k, w, d_o, inner, zeros, g=self._decay)[1]
+        w, _, _ = self._solve()
+        return self._own_adjoints(self.q, self.k, w, d_o, inner=self._inner_values(d_o))
 
     def replay(self, starts: Tensor) -> None:
         w, u, _ = self._solve()
         h, written, _ = self._states(self.k, w, u, starts, g=self._decay)
         self._replayed = h, written
 
-    def gradients(self, d_o: Tensor, d_ends: Tensor) -> DeltaGradients:
+    def gradients(self, d_o: Tensor, d_ends: Tensor) -> PassGradients:
         from zeco.kernels.delta_gradients import row_gradients
 
         h, written = taken(self._replayed)
@@ -147,8 +138,8 @@ class HeadPasses(DeltaPasses):
                 "ops.utils",
                 "chunk_local_cumsum",
                 dg.add_(rows.decay),
-                chunk_size=CHUNK,
+                chunk_size=self.CHUNK,
                 reverse=True,
                 **self.where,
             )
-        return DeltaGradients(rows.q, dk.add_(rows.k), dv, dg, d_beta, d_starts)
+        return PassGradients((rows.q, dk.add_(rows.k), dv, dg, d_beta), d_starts)

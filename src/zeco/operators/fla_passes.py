@@ -1,4 +1,4 @@
-"""The passes of the delta rules on Flash Linear Attention's kernels, fla-core 0.6.0.
+"""The passes of the delta family on Flash Linear Attention's kernels, fla-core 0.6.0.
 
 Everything that this package knows of FLA's functions for these operators is here; `fla_check` holds
 them to a version and to the torch backend's numbers. They are not FLA's public operators, which
@@ -16,73 +16,56 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from zeco.operators.fla_runs import CHUNK, Runs
+from zeco.operators.fla_runs import Runs
+from zeco.operators.segment import Inputs
 
 GivenT = TypeVar("GivenT")
 
-_PER_LN2 = 1 / math.log(2)
+_DeltaInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+PER_LN2 = 1 / math.log(2)
 
 
 @dataclass(frozen=True, eq=False)
-class DeltaGradients:
-    """Gradients of what a pass was given.
+class PassGradients:
+    """Gradients of what a call was given.
 
     Attributes:
-        q, k: [1, T, H, K].
-        v: [1, T, H, V].
-        g: [1, T, H] or [1, T, H, K], or None.
-        beta: [1, T, H].
+        inputs: one for each of the operator's tensors, None for none.
         starts: of the states that enter the runs [N, H, K, V].
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor
+    inputs: Inputs
     starts: Tensor
 
 
-class DeltaPasses(ABC):
+class Passes(ABC):
     """The passes over one call's runs; what several of them need is kept.
 
     Args:
-        q, k: [1, T, H, K], contiguous.
-        v: [1, T, H, V], contiguous.
-        g: natural log decays, or None.
-        beta: [1, T, H].
+        inputs: the operator's tensors [1, T, H, ...], contiguous, in its own order.
         scale: factor of the queries.
         runs: how the T tokens are cut.
     """
 
+    CHUNK: ClassVar[int]
+    """Tokens a chunk."""
+
     NUM_KEPT: ClassVar[int]
     """How many tensors `keep` returns."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor,
-        *,
-        scale: float,
-        runs: Runs,
-    ) -> None:
-        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+    def __init__(self, inputs: Inputs, *, scale: float, runs: Runs) -> None:
+        self.inputs = inputs
         self.scale = scale
         self.runs = runs
         self.where: dict[str, Any] = {
             "cu_seqlens": runs.cu_seqlens,
             "chunk_indices": runs.chunk_indices,
         }
-        self._offsets: Any = runs.chunk_offsets
-        self._decay = self._cumulative()
         self._replayed: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
@@ -110,7 +93,7 @@ class DeltaPasses(ABC):
         """Recompute the states inside the runs, and keep them for `gradients`."""
 
     @abstractmethod
-    def gradients(self, d_o: Tensor, d_ends: Tensor) -> DeltaGradients:
+    def gradients(self, d_o: Tensor, d_ends: Tensor) -> PassGradients:
         """Return all gradients; `replay` must have run.
 
         Args:
@@ -126,6 +109,18 @@ class DeltaPasses(ABC):
     def recall(self, kept: tuple[Tensor, ...]) -> None:
         """Take what `keep` of passes over the same tensors gave."""
 
+
+class DeltaPasses(Passes):
+    """The passes of the delta rules; inputs are q, k, v, g, beta, with g None for no gate."""
+
+    CHUNK = 64
+
+    def __init__(self, inputs: Inputs, *, scale: float, runs: Runs) -> None:
+        super().__init__(inputs, scale=scale, runs=runs)
+        self.q, self.k, self.v, self.g, self.beta = cast("_DeltaInputs", inputs)
+        self._offsets: Any = runs.chunk_offsets
+        self._decay = self._cumulative()
+
     def _cumulative(self) -> Tensor | None:
         """Sum the gates within chunks, in base 2."""
         if self.g is None:
@@ -134,8 +129,8 @@ class DeltaPasses(ABC):
             "ops.utils",
             "chunk_local_cumsum",
             self.g,
-            chunk_size=CHUNK,
-            scale=_PER_LN2,
+            chunk_size=self.CHUNK,
+            scale=PER_LN2,
             **self.where,
         )
 
@@ -144,6 +139,31 @@ class DeltaPasses(ABC):
 
         cuts = self.runs.cu_seqlens
         return run_maps(k, w, u, self._decay, cu_seqlens=cuts, first=first, stop=stop)
+
+    def _own_adjoints(
+        self,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        d_o: Tensor,
+        *,
+        inner: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `adjoints` does; see `zeco.kernels.delta_adjoints.run_adjoints`."""
+        from zeco.kernels.delta_adjoints import run_adjoints
+
+        return run_adjoints(
+            q,
+            k,
+            w,
+            d_o,
+            self._decay,
+            inner=inner,
+            scores=scores,
+            scale=self.scale,
+            cu_seqlens=self.runs.cu_seqlens,
+        )
 
     def _states(
         self, k: Tensor, w: Tensor, u: Tensor, starts: Tensor, **gate: Any
@@ -157,7 +177,7 @@ class DeltaPasses(ABC):
             u=u,
             initial_state=starts,
             output_final_state=True,
-            chunk_size=CHUNK,
+            chunk_size=self.CHUNK,
             chunk_offsets=self._offsets,
             **self.where,
             **gate,
@@ -197,7 +217,7 @@ class DeltaPasses(ABC):
             h0=d_ends,  # only its shape counts: FLA asks for it to return the gradient of one
             dht=d_ends,
             scale=self.scale,
-            chunk_size=CHUNK,
+            chunk_size=self.CHUNK,
             chunk_offsets=self._offsets,
             **self.where,
             **gate,
@@ -208,12 +228,6 @@ class DeltaPasses(ABC):
 def call_fla(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
     """Call a function of FLA, imported now; its own annotations miss some of what it takes."""
     return getattr(importlib.import_module(f"fla.{module}"), function)(*args, **kwargs)
-
-
-def state_zeros(runs: Runs, k: Tensor, u: Tensor) -> Tensor:
-    """Return a state of zeros for each run [N, H, K, V]."""
-    size = (runs.num_runs, k.shape[2], k.shape[3], u.shape[3])
-    return torch.zeros(size, dtype=torch.float32, device=k.device)
 
 
 def taken(x: GivenT | None) -> GivenT:

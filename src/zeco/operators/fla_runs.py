@@ -18,9 +18,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens a chunk."""
-
 MIN_CHUNKS = 16
 """Fewest chunks of a run in a sequence that is cut: below, composing maps costs more than it saves."""
 
@@ -47,41 +44,41 @@ class Runs:
         return self.ranges[-1][1]
 
 
-def chunks_per_run(num_tokens: int, programs: int, wanted: int) -> int:
+def chunks_per_run(chunks: int, programs: int, wanted: int) -> int:
     """Return how long runs are, for ``wanted`` programs at once of ``programs`` a sequence.
 
-    >>> chunks_per_run(16384, programs=32, wanted=256)
+    >>> chunks_per_run(256, programs=32, wanted=256)
     32
-    >>> chunks_per_run(16384, programs=512, wanted=256)
+    >>> chunks_per_run(256, programs=512, wanted=256)
     256
     """
-    chunks = -(-num_tokens // CHUNK)
     return max(MIN_CHUNKS, -(-chunks * programs // max(programs, wanted)))
 
 
 @lru_cache(maxsize=64)
-def make_runs(bounds: tuple[int, ...], length: int, device: torch.device) -> Runs:
+def make_runs(bounds: tuple[int, ...], length: int, chunk: int, device: torch.device) -> Runs:
     """Cut sequences into runs of about equally many chunks.
 
     Args:
         bounds: cut points 0 = b[0] <= ... <= b[S] of the sequences among the tokens.
         length: most chunks a run.
+        chunk: tokens a chunk.
         device: where the kernels run.
 
-    >>> runs = make_runs((0, 300, 300, 310), 2, torch.device("cpu"))
+    >>> runs = make_runs((0, 300, 300, 310), 2, 64, torch.device("cpu"))
     >>> runs.ranges, runs.cu_seqlens.tolist()
     (((0, 3), (3, 4), (4, 5)), [0, 128, 256, 300, 300, 310])
     """
     ranges: list[tuple[int, int]] = []
     cuts = [0]
     for start, stop in pairwise(bounds):
-        chunks = -(-(stop - start) // CHUNK)
+        chunks = -(-(stop - start) // chunk)
         count = max(1, -(-chunks // length))
-        step = -(-chunks // count) * CHUNK
+        step = -(-chunks // count) * chunk
         ends = [*range(start + step, stop, step), stop] if step else [stop]
         ranges.append((len(cuts) - 1, len(cuts) - 1 + len(ends)))
         cuts += ends
-    chunks_of = [-(-(stop - start) // CHUNK) for start, stop in pairwise(cuts)]
+    chunks_of = [-(-(stop - start) // chunk) for start, stop in pairwise(cuts)]
     indices = [(run, place) for run, chunks in enumerate(chunks_of) for place in range(chunks)]
     offsets = [0]
     for chunks in chunks_of:

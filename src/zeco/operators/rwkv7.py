@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from zeco.core.documents import Pieces
+from zeco.core.errors import ArgumentError
 from zeco.operators.arguments import (
+    are_looked_at,
     check_heads,
     check_inputs,
     check_log_decay,
@@ -22,8 +24,14 @@ from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay_gates import ChunkGates, causal_scores, chunk_gates
 from zeco.operators.delta import DeltaFamilySegment, scaled
 from zeco.operators.delta_core import Exact
+from zeco.operators.fla_check import why_not_fla
+from zeco.operators.fla_delta import FlaDeltaSegment
+from zeco.operators.fla_dplr_passes import dplr_passes
 from zeco.operators.function import operator_call, run_operator
 from zeco.operators.segment import Exchange, Inputs
+
+# By how much a bound may be missed: w may have been rounded to 16 bits.
+_ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,12 +41,14 @@ class RWKV7Operator:
     Attributes:
         scale: factor of the receptances.
         backend: which implementation runs.
-        chunk: tokens a chunk, a power of two.
+        lower_bound: of w, or None where it has none.
+        chunk: tokens a chunk, a power of two, of the torch backend.
         name: the public name, for messages.
     """
 
     scale: float
     backend: str = "torch"
+    lower_bound: float | None = None
     chunk: int = 64
     name: str = "rwkv7"
 
@@ -52,8 +62,11 @@ class RWKV7Operator:
         k, v = cast("tuple[Tensor, Tensor]", inputs[2:4])
         return k.shape[0], k.shape[2], k.shape[3], v.shape[3]
 
-    def segment(self, inputs: Inputs, pieces: Pieces) -> RWKV7Segment:
+    def segment(self, inputs: Inputs, pieces: Pieces) -> RWKV7Segment | FlaDeltaSegment:
         """Return the call of this operator on a rank's tokens."""
+        if self.backend == "fla":
+            kind = dplr_passes(self.state_shape(inputs)[2], self.lower_bound)
+            return FlaDeltaSegment(self, inputs, pieces, kind)
         return RWKV7Segment(self, inputs, pieces)
 
 
@@ -135,6 +148,7 @@ def rwkv7(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     bidirectional: bool = False,
+    lower_bound: float | None = None,
     sp: Exchange | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -151,6 +165,8 @@ def rwkv7(
             normalised removal key there.
         b: where it is added [B, T, Hk, K]; RWKV-7 has that key times the learning rate there.
         scale: factor of the receptances; 1.0 by default.
+        lower_bound: what no w is below, if that is known: -exp(-1/2) in RWKV-7. Backend ``"fla"``
+            takes longer chunks then, where the bound allows it; the numbers are the same.
         <common without scale>
 
     Source: Peng et al., arXiv:2503.14456, with the state transposed.
@@ -168,9 +184,14 @@ def rwkv7(
     H = sizes["H"]
     check_heads("rwkv7", H, k=sizes["Hk"])
     check_log_decay("rwkv7", "w", w, sp)
+    check_lower_bound(w, lower_bound, sp)
+    refused = why_not_fla(
+        sizes["K"], sizes["V"], v=v.dtype, **{n: x.dtype for n, x in keyed.items()}
+    )
     operator = RWKV7Operator(
         1.0 if scale is None else float(scale),
-        backend=choose_backend("rwkv7", backend, r.device, ("torch",)),
+        backend=choose_backend("rwkv7", backend, r.device, ("torch", "fla"), {"fla": refused}),
+        lower_bound=lower_bound,
     )
     r, w, k, a, b = (repeat_heads(x, H) for x in keyed.values())
     inputs = (r, w, k, v, a, b)
@@ -185,3 +206,20 @@ def rwkv7(
         cu_seqlens=cu_seqlens,
         sp=sp,
     )
+
+
+def check_lower_bound(w: Tensor, lower_bound: float | None, sp: Exchange | None) -> None:
+    """Refuse a bound that isn't below zero, and where values are looked at, those below it."""
+    if lower_bound is None:
+        return
+    if not lower_bound < 0:
+        raise ArgumentError(
+            f"rwkv7: lower_bound is {lower_bound}, but must be below 0: it is what no w is below"
+        )
+    if are_looked_at(w, sp):
+        low = float(w.detach().amin())
+        if low < lower_bound * (1 + _ROUNDING):
+            raise ArgumentError(
+                f"rwkv7: w has values down to {low:.4g}, below lower_bound {lower_bound:.4g}; give "
+                "a bound that holds, or none"
+            )
