@@ -23,6 +23,7 @@ from zeco.core.costs import (
 )
 from zeco.core.engine import play
 from zeco.core.errors import ArgumentError, ScheduleError
+from zeco.core.fabric import DeviceChain
 from zeco.core.schedule import BUILDERS, build_schedule
 from zeco.core.topology import check_nodes
 
@@ -246,6 +247,25 @@ def test_bad_arguments_are_named(options, message):
     kind = options.pop("kind", "dense")
     with pytest.raises(ArgumentError, match=message):
         choose_plan(4, SHAPE, kind, 4, **options)
+
+
+def test_the_chain_inside_kernels_is_weighed_where_it_can_run():
+    shape = (1, 32, 128, 128)
+    costs = DeviceChain(start_s=1e-6, hop_s=2e-6, bytes_per_s=1e11, flop_per_s=1e12)
+    fabric = replace(NVLINK_BY_NCCL, device_chain=costs)
+    for kind, flop in (("diagonal", 0), ("dense", 2 * 32 * 128**3)):
+        ranked = explain_plan(8, shape, kind, 4, fabric=fabric, on_device=True)
+        prices = {plan: seconds for plan, seconds in ranked if plan.algorithm == "device_chain"}
+        expected = 1e-6 + 7 * 2e-6 + 2**21 / 1e11 + flop / 1e12
+        assert prices == {Plan("device_chain", 0): pytest.approx(expected)}
+        assert choose_plan(8, shape, kind, 4, fabric=fabric, on_device=True) == ranked[0][0]
+        assert ranked[0][0].algorithm == "device_chain"
+    usual = choose_plan(8, shape, "diagonal", 4, fabric=fabric)
+    assert usual.algorithm in BUILDERS
+    slow = replace(fabric, device_chain=replace(costs, bytes_per_s=1e8))
+    assert choose_plan(8, shape, "diagonal", 4, fabric=slow, on_device=True) == usual
+    asked = choose_plan(8, shape, "diagonal", 4, num_blocks=4, fabric=fabric, on_device=True)
+    assert (asked.algorithm in BUILDERS, asked.num_blocks) == (True, 4)
 
 
 @pytest.mark.parametrize("ranks,nodes,limit_s", [(16, (4,) * 4, 0.05), (256, (8,) * 32, 1.0)])

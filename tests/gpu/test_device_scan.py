@@ -349,6 +349,27 @@ def test_a_peer_that_never_comes_is_an_error_on_every_survivor():
     assert "had lost the block" in found[3]
 
 
+def test_auto_takes_it_for_threads_that_share_a_gpu():
+    """No message carries their states: there is nothing else to take."""
+    updates = torch.randn(2, *SHAPE, device="cuda")
+
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group)
+        assert len(sp.explain(SHAPE, device="cuda").splitlines()) == 1
+        assert "device_chain" not in sp.explain(SHAPE)
+        entering, leaving = zeco.all_scan(updates[group.rank], group=group)
+        return entering, leaving, group.ledger.scans["forward"]
+
+    zeco.all_scan(updates[0], algorithm="device_chain")
+    torch.cuda.synchronize()
+    first, second = run_ranks(2, on_own_streams(2, lambda _: (), rank_function), timeout_s=3)
+    nothing = torch.zeros_like(updates[0])
+    for expected, found in zip((nothing, updates[0], 1), first, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for expected, found in zip((updates[0], updates.sum(0), 1), second, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_more_ranks_than_the_gpu_holds_are_refused():
     update = torch.zeros(SHAPE, device="cuda")
 

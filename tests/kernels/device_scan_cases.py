@@ -117,6 +117,7 @@ def dense():
     shape = (1, 2, 20, 24)
     check("dense", shape, torch.float32)
     check("dense", shape, torch.float32, reverse=True, resets=(1,), tensor_cores=True)
+    assert check("dense", (1, 1, 70, 24), torch.float32, ranks=2, tensor_cores=True).holds
     check("dense", (1, 1, 40, 3), torch.float64, ranks=2, initial=False, resets=(0, 1))
     check("dense", (1, 2, 16, 16), torch.float32, ranks=1)
 

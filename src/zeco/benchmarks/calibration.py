@@ -14,14 +14,15 @@ from torch import Tensor
 
 from zeco.benchmarks.record import usable_cores
 from zeco.collectives.groups import transport_of
-from zeco.collectives.scan import start_scan
+from zeco.collectives.scan import can_scan_in_kernels, start_scan
 from zeco.collectives.transport import Message, Transport, wait_all
 from zeco.core.blocks import Algebra, Value, make_algebra
 from zeco.core.costs import Plan, predict_s
 from zeco.core.errors import ArgumentError
-from zeco.core.fabric import Fabric, Link, Load, gather_moved_s
+from zeco.core.fabric import DeviceChain, Fabric, Link, Load, gather_moved_s
 from zeco.core.fabric_file import fabric_to_dict
 from zeco.core.maps import AffineMap
+from zeco.core.schedule import DEVICE_CHAIN
 from zeco.core.topology import check_nodes, find_machine
 from zeco.core.transitions import Dense, Diagonal, Identity
 
@@ -33,6 +34,7 @@ CROWD_BYTES = (64 << 10, 256 << 10)
 FEW, MANY = 16, 64
 DEAREST, HALVINGS, NOISE = 8.0, 10, 0.1
 SHAPE = (1, 16, 128, 128)
+LARGER = 16
 
 
 def calibrate(
@@ -93,6 +95,8 @@ def calibrate(
         gather_bandwidth_bytes_per_s=None,
     )
     measured = _crowded(measured, transport, device, repetitions)
+    chain = _device_chain(measured.device_chain, transport, device, repetitions)
+    measured = replace(measured, device_chain=chain)
     return _fit(measured, message, transport, tiny_few_s, many_s - few_s)
 
 
@@ -271,15 +275,50 @@ def _chain_s(
     """
     update = torch.zeros(1, 1, num_blocks, block_bytes // 4, device=device)
     own = AffineMap(update, Identity())
+    return _scan_s(transport, own, repetitions, algorithm="chain", num_blocks=num_blocks)
+
+
+def _scan_s(transport: Transport, own: AffineMap, repetitions: int, **options: Any) -> float:
+    device = own.update.device
     times: list[float] = []
     for repetition in range(repetitions + 1):
         meet(transport, device)
         start = time.perf_counter()
-        start_scan(transport, own, algorithm="chain", num_blocks=num_blocks, purpose=PURPOSE).wait()
+        start_scan(transport, own, purpose=PURPOSE, **options).wait()
         _synchronize(device)
         if repetition:
             times.append(time.perf_counter() - start)
     return median(times)
+
+
+def _device_chain(
+    known: DeviceChain, transport: Transport, device: torch.device, repetitions: int
+) -> DeviceChain:
+    """Return what chains inside kernels take: of a tiny state, a large one, one that is multiplied.
+
+    What of the tiny one's time is the start and what are hops, one group can't tell; a hop keeps the
+    time that is known.
+    """
+    B, H, K, V = SHAPE
+    if not can_scan_in_kernels(transport, SHAPE, Dense.kind, device):
+        return known
+
+    def took_s(heads: int, transition: Dense | Identity, rows: int = K) -> float:
+        own = AffineMap(torch.zeros(B, heads, rows, V, device=device), transition)
+        seconds = _scan_s(transport, own, repetitions, algorithm=DEVICE_CHAIN)
+        return _agreed(transport, seconds, device)
+
+    tiny_s, few_s, many_s = (
+        took_s(1, Identity(), 1), took_s(H, Identity()), took_s(LARGER * H, Identity())
+    )  # fmt: skip
+    dense_s = took_s(H, Dense(torch.zeros(B, H, K, K, device=device)))
+    more_bytes = 4 * (LARGER - 1) * B * H * K * V
+    return DeviceChain(
+        start_s=max(0.0, tiny_s - (transport.size - 1) * known.hop_s),
+        hop_s=known.hop_s,
+        bytes_per_s=more_bytes / max(many_s - few_s, SHORTEST_S),
+        flop_per_s=2 * B * H * K * K * V / max(dense_s - few_s, SHORTEST_S),
+    )
 
 
 def _combine(device: torch.device, repetitions: int) -> tuple[float, float, float]:

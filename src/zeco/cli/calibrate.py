@@ -14,7 +14,7 @@ from rich.table import Table
 from zeco.benchmarks.calibration import calibrate_default_group
 from zeco.benchmarks.record import write_record
 from zeco.core.errors import ArgumentError
-from zeco.core.fabric import Fabric
+from zeco.core.fabric import DeviceChain, Fabric
 from zeco.core.fabric_file import fabric_to_dict
 from zeco.training.launch import World, launch
 
@@ -64,6 +64,11 @@ def show(fabric: Fabric) -> None:
     table.add_row("starting a composition", f"{fabric.combine_overhead_s * 1e6:.1f} us")
     table.add_row("composing, elementwise", f"{fabric.combine_bytes_per_s / 1e9:.2f} GB/s")
     table.add_row("composing, dense", f"{fabric.combine_flop_per_s / 1e9:.1f} GFLOP/s")
+    chain = fabric.device_chain
+    if chain != DeviceChain():
+        table.add_row("a chain inside kernels: its start", f"{chain.start_s * 1e6:.1f} us")
+        table.add_row("its states", f"{chain.bytes_per_s / 1e9:.1f} GB/s")
+        table.add_row("its products", f"{chain.flop_per_s / 1e9:.1f} GFLOP/s")
     Console().print(table)
 
 

@@ -28,8 +28,9 @@ States = tuple[Tensor, Tensor]
 Mailbox = tuple[Tensor, Tensor]
 """An inbox, and where its sender reads that there is room again."""
 
-PROGRAMS = 16
-"""Thread blocks of a scan; they take as many multiprocessors from whatever runs beside them."""
+PROGRAMS = 32
+"""The most thread blocks of a scan. They take as many multiprocessors from whatever runs beside them,
+but half as many would take them for nearly twice as long."""
 
 PRIORITY = -1
 """Of the scans' stream, above that of what computes."""
@@ -50,6 +51,8 @@ def why_no_device_scans(device: torch.device) -> str | None:
     """Return why scans can't run inside kernels on a device, with the remedy; None if they can."""
     if device.type != "cuda":
         return f"the states are on {device}; move them to a CUDA device"
+    if not torch.cuda.is_available():
+        return "this process sees no CUDA device; start it where it does"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is missing; install zeco-sp[gpu]"
     found = torch.cuda.get_device_capability(device)

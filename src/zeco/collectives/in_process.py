@@ -104,6 +104,12 @@ class InProcessTransport(Transport):
                 "process group, or scan with algorithm='device_chain'"
             )
 
+    def why_no_device_scans(self, device: torch.device) -> str | None:
+        return self._why_no_ring or why_no_device_scans(device)
+
+    def scans_only_in_kernels(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self.why_no_device_scans(device) is None
+
     def make_device_ring(self, device: torch.device) -> LocalRing:
         reason = why_no_device_scans(device)
         if reason is not None:

@@ -33,12 +33,19 @@ class MirroredTransport(Transport):
         self.base = base
         self.ledger = base.ledger
         self.fabric = base.fabric
+        self.home = base.home
         # Runs of ranks on a node keep together; scans want them in the order of the ranks.
         self.nodes = None if base.nodes is None else tuple(reversed(base.nodes))
         self.posts_receives_early = base.posts_receives_early
 
     def check_tensor(self, tensor: Tensor) -> None:
         self.base.check_tensor(tensor)
+
+    def why_no_device_scans(self, device: torch.device) -> str | None:
+        return self.base.why_no_device_scans(device)
+
+    def scans_only_in_kernels(self, device: torch.device) -> bool:
+        return self.base.scans_only_in_kernels(device)
 
     def post(self, sends: list[Message], receives: list[Message]) -> list[Request]:
         return self.base.post(self._turned(sends), self._turned(receives))

@@ -2,27 +2,27 @@
 
 With gloo a worker thread drives the schedule. Messages carry tags, so they never get mixed up with
 the collectives that the main thread may run on the same group. With NCCL everything is put on a side
-stream and the host never waits.
+stream and the host never waits, so that CUDA graphs capture it, once the ranks have exchanged the like
+before: NCCL makes its connections at the first message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from zeco.collectives.device_ring import why_no_device_scans
 from zeco.collectives.stream import StreamTask
+from zeco.collectives.symmetric_ring import SymmetricRing, find_why_not_together
 from zeco.collectives.transport import Message, Request, Task, Transport
 from zeco.collectives.worker import Worker, WorkerTask
 from zeco.core.costs import NVLINK_BY_NCCL
 from zeco.core.errors import ArgumentError, GroupError, RankFailedError
-
-if TYPE_CHECKING:
-    from zeco.collectives.symmetric_ring import SymmetricRing
 
 ResultT = TypeVar("ResultT")
 
@@ -65,14 +65,17 @@ class ProcessGroupTransport(Transport):
         self._name = f"zeco/failed/{group.group_name}"
         self._stream: torch.cuda.Stream | None = None
         self._flying: list[StreamTask[Any]] = []
+        self._why_apart: str | None = "its messages don't go from GPU to GPU; make it with NCCL"
         backend = dist.get_backend(group)
         self._carries_cuda = "nccl" in backend
         self._carries_cpu = "gloo" in backend or "mpi" in backend
         self.posts_receives_early = not self._carries_cuda
         if self._carries_cuda:
             self.fabric = NVLINK_BY_NCCL
+            self.home = device = torch.device("cuda", torch.cuda.current_device())
             # A first message between two ranks alone would wait for a communicator that needs all.
-            dist.barrier(group, device_ids=[torch.cuda.current_device()])
+            dist.barrier(group, device_ids=[device.index])
+            self._why_apart = find_why_not_together(group, device)
 
     def check_tensor(self, tensor: Tensor) -> None:
         cuda = tensor.device.type == "cuda"
@@ -129,9 +132,12 @@ class ProcessGroupTransport(Transport):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def make_device_ring(self, device: torch.device) -> SymmetricRing:
-        from zeco.collectives.symmetric_ring import SymmetricRing
+    def why_no_device_scans(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return why_no_device_scans(device)
+        return self._why_no_ring or self._why_apart
 
+    def make_device_ring(self, device: torch.device) -> SymmetricRing:
         return SymmetricRing(self.group, device, timeout_s=self._timeout_s(device))
 
     def _timeout_s(self, device: torch.device) -> float:
@@ -148,6 +154,10 @@ class ProcessGroupTransport(Transport):
         if self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
         task = StreamTask(program, self._stream)
+        if torch.cuda.is_current_stream_capturing():
+            # Nothing may be asked of the GPU then. Nor need be: a graph refuses a scan that isn't
+            # waited for, and until then the caller holds the task.
+            return task
         # Not every scan is waited for. What it reads was allocated on another stream, which would
         # use the memory again as soon as nobody here holds it.
         self._flying = [t for t in self._flying if not t.has_ended()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -13,17 +14,17 @@ from zeco.collectives.stream import StreamTask
 from zeco.collectives.transport import TAGS_A_SEQUENCE, Ended, Task, Transport
 from zeco.core.blocks import make_algebra
 from zeco.core.costs import Plan, choose_plan
-from zeco.core.errors import ArgumentError, unknown_name
+from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
+from zeco.core.fabric import StateShape
 from zeco.core.maps import AffineMap
 from zeco.core.precision import true_fp32
-from zeco.core.schedule import BUILDERS, build_schedule
-from zeco.core.transitions import Reset
+from zeco.core.schedule import BUILDERS, DEVICE_CHAIN, build_schedule
+from zeco.core.transitions import Dense, Reset
 
 FORWARD, BACKWARD = "forward", "backward"
 """Purposes of scans, in the ledger."""
 
-DEVICE_CHAIN = "device_chain"
-"""The chain inside CUDA kernels: see `zeco.collectives.device_ring`."""
+_LOGGER = logging.getLogger("zeco.scans")
 
 ALGORITHMS = ("auto", *BUILDERS, DEVICE_CHAIN)
 
@@ -41,7 +42,8 @@ class ScanHandle:
 
         So it is where a scan is a row of small kernels and messages on a stream: a matrix product
         that holds all multiprocessors lets none of them in until it ends, and the next rank waits.
-        A scan inside one kernel has its place by then.
+        A scan inside one kernel has its place by then, as a rule: its stream is of high priority, and
+        a matrix product begins by clearing its workspace.
         """
         return isinstance(self.task, StreamTask)
 
@@ -78,7 +80,7 @@ def start_scan(
     """
     plan = make_plan(transport, own, algorithm, num_blocks)
     if plan.algorithm == DEVICE_CHAIN:
-        return _start_device_scan(transport, own, initial, plan, reverse=reverse, purpose=purpose)
+        return _start_device_scan(transport, own, initial, reverse=reverse, purpose=purpose)
     transport.check_tensor(own.update)
     B, H, K, V = own.update.shape
     algebra = make_algebra(own.transition, (B, H, K, V), plan.num_blocks)
@@ -114,7 +116,6 @@ def _start_device_scan(
     transport: Transport,
     own: AffineMap,
     initial: Tensor | None,
-    plan: Plan,
     *,
     reverse: bool,
     purpose: str,
@@ -125,7 +126,8 @@ def _start_device_scan(
     transport.ledger.count_scan(purpose)
     if transport.rank != (0 if reverse else transport.size - 1):
         num_bytes = own.update.numel() * own.update.element_size()
-        transport.ledger.count_sent(purpose, num_bytes, plan.num_blocks)
+        num_blocks = transport.device_ring(own.update.device).layout_of(own).num_blocks
+        transport.ledger.count_sent(purpose, num_bytes, num_blocks)
     return ScanHandle(transport, task)
 
 
@@ -140,16 +142,21 @@ def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: 
         raise ArgumentError(unknown_name("algorithm", algorithm, ALGORITHMS))
     if num_blocks is not None and not 1 <= num_blocks < TAGS_A_SEQUENCE:
         raise ArgumentError(f"num_blocks={num_blocks}, but must be from 1 to {TAGS_A_SEQUENCE - 1}")
+    device = own.update.device
+    B, H, K, V = own.update.shape
+    kind = own.transition.among if isinstance(own.transition, Reset) else own.transition.kind
+    if algorithm == "auto" and num_blocks is None and transport.scans_only_in_kernels(device):
+        algorithm = DEVICE_CHAIN
     if algorithm == DEVICE_CHAIN:
         if num_blocks is not None:
             raise ArgumentError(
                 f"num_blocks={num_blocks}, but algorithm={DEVICE_CHAIN!r} cuts states by itself; leave "
                 "num_blocks out"
             )
-        return _device_plan(transport, own)
-    B, H, K, V = own.update.shape
-    kind = own.transition.among if isinstance(own.transition, Reset) else own.transition.kind
-    return choose_plan(
+        # Said now, by all ranks alike, and not by the launch.
+        transport.device_ring(device).layout_of(own)
+        return Plan(DEVICE_CHAIN, 0, transport.nodes)
+    plan = choose_plan(
         transport.size,
         (B, H, K, V),
         kind,
@@ -158,10 +165,28 @@ def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: 
         num_blocks=num_blocks,
         nodes=transport.nodes,
         fabric=transport.fabric,
+        on_device=algorithm == "auto"
+        and can_scan_in_kernels(transport, (B, H, K, V), kind, device),
     )
+    if plan.algorithm == DEVICE_CHAIN:
+        try:
+            transport.device_ring(device)
+        except UnsupportedError as error:
+            _LOGGER.warning("auto takes no scan inside kernels: %s", error)
+            return make_plan(transport, own, algorithm, num_blocks)
+    return plan
 
 
-def _device_plan(transport: Transport, own: AffineMap) -> Plan:
-    """Return the plan of a scan inside kernels; UnsupportedError if this group can't run it."""
-    ring = transport.device_ring(own.update.device)
-    return Plan(DEVICE_CHAIN, ring.layout_of(own).num_blocks, transport.nodes)
+def can_scan_in_kernels(
+    transport: Transport, shape: StateShape, kind: str, device: torch.device
+) -> bool:
+    """Return whether ``auto`` weighs a scan inside kernels; asks no other rank."""
+    if transport.nodes is not None and len(transport.nodes) > 1:
+        return False
+    if transport.size == 1 or transport.why_no_device_scans(device) is not None:
+        return False
+    if kind != Dense.kind:
+        return True
+    from zeco.kernels.device_scan import MAX_K
+
+    return shape[2] <= MAX_K

@@ -89,6 +89,18 @@ def why_not_together(places: Sequence[Place]) -> str | None:
     return None
 
 
+def gather_places(group: dist.ProcessGroup, device: torch.device) -> list[Place]:
+    """Return where all ranks are; every rank calls this."""
+    places: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, find_place(device), group=group)
+    return places
+
+
+def find_why_not_together(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return why the ranks can't scan inside kernels, as far as that shows before they try."""
+    return why_not_together(gather_places(group, device))
+
+
 class SymmetricRing(DeviceRing):
     """One process's end of scans inside kernels.
 
@@ -104,9 +116,8 @@ class SymmetricRing(DeviceRing):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
-        size = dist.get_world_size(group)
-        places: list[Any] = [None] * size
-        dist.all_gather_object(places, find_place(device), group=group)
+        places = gather_places(group, device)
+        size = len(places)
         reason = why_not_together(places)
         if reason is not None:
             raise UnsupportedError(f"scans can't run inside kernels here: {reason}")
@@ -122,7 +133,13 @@ class SymmetricRing(DeviceRing):
         self._group = group
         # The mappings of the others' memory end with these.
         self._handles: list[Any] = []
-        self._share(torch.Size([1]))
+        problems: list[Any] = [None] * size
+        dist.all_gather_object(problems, self._try_to_share(), group=group)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise UnsupportedError(
+                    f"scans can't run inside kernels here: on rank {rank}, {problem}"
+                )
 
     def open_ports(self, layout: ScanLayout) -> tuple[Ports, Ports]:
         own, handle = self._share(torch.Size([memory_size(layout)]))
@@ -134,6 +151,14 @@ class SymmetricRing(DeviceRing):
             for step in (-1, 1)
         )
         return make_ports(layout, own, before, after, self.broken)
+
+    def _try_to_share(self) -> str | None:
+        """Return why this rank can't share its memory; None if it can."""
+        try:
+            self._share(torch.Size([1]))
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
     def _share(self, size: torch.Size) -> tuple[Tensor, Any]:
         """Return int64 memory of this rank, and what reaches that of the others."""

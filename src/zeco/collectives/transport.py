@@ -88,6 +88,9 @@ class Transport(ABC):
     posts_receives_early = True
     """Whether receives may be posted long before their sends, in any order."""
 
+    home = torch.device("cpu")
+    """Where the tensors are that messages carry; of several such places, the fastest."""
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
@@ -108,6 +111,17 @@ class Transport(ABC):
 
     def check_tensor(self, tensor: Tensor) -> None:  # noqa: B027 (most carry everything)
         """Refuse a tensor that this transport can't carry."""
+
+    def why_no_device_scans(self, device: torch.device) -> str | None:
+        """Return why scans can't run inside kernels on a device; None if nothing is known against it.
+
+        No other rank is asked, so that a single rank may; all ranks get the same answer.
+        """
+        return self._why_no_ring or f"{type(self).__name__} has no scans inside kernels"
+
+    def scans_only_in_kernels(self, device: torch.device) -> bool:
+        """Return whether states on a device can be scanned, but no message carries them."""
+        return False
 
     def exchange(
         self, sends: list[Message], receives: list[Message], purpose: str
@@ -165,7 +179,7 @@ class Transport(ABC):
 
     def make_device_ring(self, device: torch.device) -> DeviceRing:
         """Make what `device_ring` returns."""
-        raise UnsupportedError(f"{type(self).__name__} has no scans inside kernels")
+        raise UnsupportedError(str(self.why_no_device_scans(device)))
 
     def start_device_scan(
         self, own: AffineMap, initial: Tensor | None, *, reverse: bool

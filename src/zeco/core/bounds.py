@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zeco.core.fabric import Fabric, Link, Load, all_gather_s
+from zeco.core.fabric import Fabric, Link, Load, all_gather_s, device_chain_s
+from zeco.core.schedule import DEVICE_CHAIN
 from zeco.core.topology import Nodes, node_of_ranks
 
 
@@ -19,6 +20,8 @@ def at_least_s(algorithm: str, num_blocks: int, nodes: Nodes, load: Load, fabric
     num_ranks = sum(nodes)
     if num_ranks == 1:
         return 0.0
+    if algorithm == DEVICE_CHAIN:
+        return device_chain_s(fabric, num_ranks, load)
     return fabric.start_s + _from_start_s(algorithm, num_blocks, nodes, load, fabric)
 
 

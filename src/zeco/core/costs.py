@@ -18,10 +18,11 @@ from zeco.core.fabric import (
     Link,
     Load,
     StateShape,
+    device_chain_s,
     load_of,
     map_bytes,
 )
-from zeco.core.schedule import BUILDERS, build_schedule
+from zeco.core.schedule import BUILDERS, DEVICE_CHAIN, build_schedule
 from zeco.core.topology import Nodes, check_nodes
 from zeco.core.transitions import KINDS, Dense
 
@@ -57,7 +58,7 @@ class Plan:
 
     Attributes:
         algorithm: the scan.
-        num_blocks: pipeline blocks.
+        num_blocks: pipeline blocks; 0 for the chain inside kernels, which cuts states by itself.
         nodes: ranks of every node, in the order of the ranks; None means one node.
     """
 
@@ -78,6 +79,8 @@ def predict_s(plan: Plan, num_ranks: int, load: Load, fabric: Fabric) -> float:
         load: what a whole state weighs.
         fabric: what messages and compositions cost.
     """
+    if plan.algorithm == DEVICE_CHAIN:
+        return device_chain_s(fabric, num_ranks, load)
     schedule = build_schedule(plan.algorithm, num_ranks, plan.num_blocks, nodes=plan.nodes)
     return play(schedule, load, fabric, nodes=plan.nodes).end_s
 
@@ -90,6 +93,7 @@ def explain_plan(
     *,
     nodes: Nodes | None = None,
     fabric: Fabric = LOOPBACK,
+    on_device: bool = False,
 ) -> Candidates:
     """Return every plan that ``auto`` weighs with its predicted seconds, fastest first.
 
@@ -100,6 +104,7 @@ def explain_plan(
         element_size: bytes of an element of the state.
         nodes: ranks of every node, in the order of the ranks; None means one node.
         fabric: costs to predict by.
+        on_device: whether the ranks can run a chain inside kernels.
 
     >>> for plan, seconds in explain_plan(4, (1, 16, 128, 128), "diagonal", 4)[:2]:
     ...     print(plan.algorithm, plan.num_blocks, seconds > 0)
@@ -108,7 +113,7 @@ def explain_plan(
     """
     _check(num_ranks, kind, nodes)
     load = load_of(shape, kind, element_size)
-    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, "auto")
+    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, "auto", on_device=on_device)
     priced = [(p, predict_s(p, num_ranks, load, fabric)) for p in plans]
     return tuple(sorted(priced, key=lambda item: item[1]))
 
@@ -124,6 +129,7 @@ def choose_plan(
     num_blocks: int | None = None,
     nodes: Nodes | None = None,
     fabric: Fabric = LOOPBACK,
+    on_device: bool = False,
 ) -> Plan:
     """Fill in what a caller left open; the same plan as the first of `explain_plan`, but sooner.
 
@@ -140,6 +146,7 @@ def choose_plan(
         nodes: ranks of every node, in the order of the ranks; None means one node, in which the
             two-level scans are left with their part inside a node.
         fabric: costs to choose by.
+        on_device: whether the ranks can run a chain inside kernels, for ``"auto"`` to weigh.
 
     Raises:
         ArgumentError: an unknown algorithm or kind, or nodes that don't hold P ranks.
@@ -157,7 +164,9 @@ def choose_plan(
     if num_ranks == 1:
         return Plan("chain" if algorithm == "auto" else algorithm, num_blocks or 1, nodes)
     load = load_of(shape, kind, element_size)
-    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, algorithm)
+    # Inside kernels nobody is asked for a number of blocks.
+    on_device = on_device and num_blocks is None
+    plans = _plans(num_ranks, _num_rows(shape, kind), nodes, algorithm, on_device=on_device)
     best = _fastest(plans, num_ranks, load, fabric)
     return best if num_blocks is None else Plan(best.algorithm, num_blocks, nodes)
 
@@ -177,7 +186,9 @@ def _fastest(plans: list[Plan], num_ranks: int, load: Load, fabric: Fabric) -> P
     return best
 
 
-def _plans(num_ranks: int, num_rows: int, nodes: Nodes | None, algorithm: str) -> list[Plan]:
+def _plans(
+    num_ranks: int, num_rows: int, nodes: Nodes | None, algorithm: str, *, on_device: bool
+) -> list[Plan]:
     """Return the plans to weigh for an algorithm, or for all."""
     known = check_nodes(nodes, num_ranks)
     # Fewer blocks than a node has ranks would leave some without a share of what crosses nodes.
@@ -189,6 +200,7 @@ def _plans(num_ranks: int, num_rows: int, nodes: Nodes | None, algorithm: str) -
         "chain": [1 << i for i in range(MAX_BLOCKS.bit_length()) if 1 << i <= num_rows],
         "two_level": pipelined if len(known) > 1 else [share],
         "two_level_doubling": [share],
+        DEVICE_CHAIN: [0],
     }
     if algorithm != "auto":
         names = [algorithm]
@@ -196,7 +208,7 @@ def _plans(num_ranks: int, num_rows: int, nodes: Nodes | None, algorithm: str) -
         return [Plan("chain", 1, nodes)]
     else:
         # In one node both scans of two levels are the same, and in a huge one no good.
-        scans = {n for n in blocks if not n.startswith("two_level")}
+        scans = {"gather", "doubling", "chain"} | ({DEVICE_CHAIN} if on_device else set())
         if max(known) <= MAX_CROWD:
             scans |= {"two_level", "two_level_doubling"} if len(known) > 1 else {"two_level"}
         names = [n for n in blocks if n in scans]

@@ -22,6 +22,26 @@ class Link:
 
 
 @dataclass(frozen=True)
+class DeviceChain:
+    """What a chain inside kernels takes, without the hosts' hands.
+
+    The figures are of two H200 over NVLink (benchmarks/results/device_scan_gpus_2.json), the start is
+    that of a launch from Python (benchmarks/results/device_scan.json, "launch_us").
+
+    Attributes:
+        start_s: of the launches, driven from the hosts.
+        hop_s: from one rank's words to the next one's.
+        bytes_per_s: of states that pass through a rank.
+        flop_per_s: speed of a rank's matrix products where transitions are dense.
+    """
+
+    start_s: float = 60e-6
+    hop_s: float = 2e-6
+    bytes_per_s: float = 170e9
+    flop_per_s: float = 1.8e12
+
+
+@dataclass(frozen=True)
 class Fabric:
     """What links and ranks take.
 
@@ -51,6 +71,7 @@ class Fabric:
             has its own.
         gather_latency_s: of one such round, where it differs from the links'.
         gather_bandwidth_bytes_per_s: at which a rank receives such a gather, where it differs.
+        device_chain: what a chain inside kernels takes, where the ranks can run one.
     """
 
     latency_s: float
@@ -72,6 +93,7 @@ class Fabric:
     processors: int | None = None
     gather_latency_s: float | None = None
     gather_bandwidth_bytes_per_s: float | None = None
+    device_chain: DeviceChain = DeviceChain()
 
     @property
     def inside(self) -> Link:
@@ -130,6 +152,16 @@ class Load:
     def _combine_s(self, flop: float, fabric: Fabric, num_blocks: int) -> float:
         whole = self.state_bytes / fabric.combine_bytes_per_s + flop / fabric.combine_flop_per_s
         return fabric.combine_overhead_s + whole / num_blocks
+
+
+def device_chain_s(fabric: Fabric, num_ranks: int, load: Load) -> float:
+    """Return the seconds of a chain inside kernels.
+
+    Blocks follow each other so closely that a rank more costs its hop, whatever the state weighs.
+    """
+    costs = fabric.device_chain
+    moved_s = load.state_bytes / costs.bytes_per_s + load.apply_flop / costs.flop_per_s
+    return costs.start_s + (num_ranks - 1) * costs.hop_s + moved_s
 
 
 def load_of(shape: StateShape, kind: str, element_size: int) -> Load:

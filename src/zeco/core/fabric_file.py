@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco.core.errors import ArgumentError, unknown_name
-from zeco.core.fabric import Fabric, Link
+from zeco.core.fabric import DeviceChain, Fabric, Link
 
 
 def fabric_to_dict(fabric: Fabric) -> dict[str, Any]:
@@ -30,9 +30,12 @@ def fabric_from_dict(found: dict[str, Any]) -> Fabric:
     for name in found:
         if name not in known:
             raise ArgumentError(unknown_name("field of a fabric", name, known))
-    between = found.get("between")
+    parts = {"between": Link, "device_chain": DeviceChain}
     try:
-        whole: dict[str, Any] = {**found, "between": None if between is None else Link(**between)}
+        whole: dict[str, Any] = {
+            name: parts[name](**value) if name in parts and value is not None else value
+            for name, value in found.items()
+        }
         return Fabric(**whole)
     except TypeError as error:
         raise ArgumentError(f"not a fabric: {error}; write it with zeco calibrate") from error

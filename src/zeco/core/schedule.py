@@ -34,6 +34,7 @@ from zeco.core.topology import Nodes, check_nodes
 
 __all__ = [
     "BUILDERS",
+    "DEVICE_CHAIN",
     "ENTERING",
     "LEAVING",
     "OWN",
@@ -85,6 +86,9 @@ BUILDERS: dict[str, Builder] = {
     "two_level": two_level,
     "two_level_doubling": two_level_doubling,
 }
+
+DEVICE_CHAIN = "device_chain"
+"""The chain inside CUDA kernels, which has no schedule: see `zeco.collectives.device_ring`."""
 
 
 def _mirrored_transfer(step: Transfer, num_ranks: int) -> Transfer:

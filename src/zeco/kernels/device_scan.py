@@ -29,9 +29,13 @@ from zeco.core.errors import UnsupportedError
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar, Transition
 from zeco.kernels.device_mail import CAUSE_BIT, LATE, NO_ROOM, SENT_AS_LOST, WORD_BYTES, receive_asm
 from zeco.kernels.device_scan_kernels import dense_scan_kernel, elementwise_scan_kernel
+from zeco.kernels.launch import launch
 
 DEPTH = 1
 """Scans that a sender may be ahead of its receiver. More gain nothing: who is ahead waits anyway."""
+
+HELD_BYTES = 256
+"""Of a dense transition that a thread may hold in registers while it waits."""
 
 MAX_K = 256
 """Key channels that the dense kernel takes."""
@@ -51,6 +55,7 @@ class ScanLayout:
         columns: of a head in a block, for dense transitions; 0 for the others.
         precision: of their products: "ieee", or "tf32x3" (three products of tensor cores, as exact).
         step: channels of a product at a time.
+        holds: whether a thread block reads a whole matrix before it waits.
         depth: scans that a sender may be ahead of its receiver: slots of an inbox.
     """
 
@@ -63,6 +68,7 @@ class ScanLayout:
     columns: int = 0
     precision: str = "ieee"
     step: int = 0
+    holds: bool = False
     depth: int = DEPTH
 
     @property
@@ -89,6 +95,7 @@ class ScanLayout:
         return torch.int32 if self.dtype == torch.float32 else torch.int64
 
 
+@lru_cache(maxsize=256)
 def make_layout(
     shape: StateShape,
     dtype: torch.dtype,
@@ -142,17 +149,21 @@ def make_layout(
         columns = max(16, min(32, 1024 * lanes // padded))
     columns = min(columns, max(16, _power_of_two(V)))
     words = padded * columns // lanes
+    num_warps = max(1, min(num_warps or min(8, words // 128), words // 32))
     three = tensor_cores and dtype == torch.float32
+    step = step or min(padded, 32 if three else 16)
+    fits = padded**2 * dtype.itemsize <= HELD_BYTES * 32 * num_warps
     return ScanLayout(
         shape,
         dtype,
         kind,
         programs=min(max_programs, B * H * -(-V // columns)),
         words=words,
-        num_warps=max(1, min(num_warps or min(8, words // 128), words // 32)),
+        num_warps=num_warps,
         columns=columns,
         precision="tf32x3" if three else "ieee",
-        step=step or min(padded, 32 if three else 16),
+        step=step,
+        holds=three and fits and padded == 4 * step,
         depth=depth,
     )
 
@@ -223,6 +234,7 @@ def choose_kernel(layout: ScanLayout, *, interpreted: bool) -> tuple[Any, dict[s
         "BK": layout.words * layout.lanes // layout.columns,
         "BV": layout.columns,
         "STEP": layout.step,
+        "HOLDS": layout.holds,
         "PRECISION": layout.precision,
     }
 
@@ -254,7 +266,9 @@ def launch_scan(
     """
     given = initial if role.first else None
     kernel, constants = choose_kernel(layout, interpreted=not update.is_cuda)
-    kernel[(layout.programs,)](
+    launch(
+        kernel,
+        layout.programs,
         update,
         _parameter(transition, update),
         update if given is None else given,

@@ -202,6 +202,23 @@ def elementwise_scan_kernel(
     finish(inbox, epochs, room_before, epoch, num_blocks, receives, WORDS, LANES, INTERPRETED)
 
 
+@triton.jit
+def load_tile(matrix, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Return some rows and columns of a matrix; zeros outside it."""
+    at = rows[:, None] * NUM_COLUMNS + columns[None, :]
+    mask = (rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :]
+    return tl.load(matrix + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_in_four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the four matrices of a tensor [ROWS, COLUMNS, 4]."""
+    even, odd = tl.split(x.reshape(ROWS, COLUMNS, 2, 2))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
 @triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
 def dense_scan_kernel(
     update,
@@ -228,6 +245,7 @@ def dense_scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STEP: tl.constexpr,
+    HOLDS: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPTH: tl.constexpr,
     WORDS: tl.constexpr,
@@ -239,9 +257,10 @@ def dense_scan_kernel(
 ):
     """Scan states [B·H, K, V] that are multiplied by matrices [B·H, K, K].
 
-    A block is BV columns of a head, padded to [BK, BV]. What entered is written out and read again
-    beside the matrix, STEP channels at a time: a whole matrix in registers would spill, and longer sums
-    on tensor cores are less exact.
+    A block is BV columns of a head, padded to [BK, BV], multiplied STEP channels at a time: longer sums
+    on tensor cores are less exact. If the thread block HOLDS a whole matrix (of four such steps) in
+    registers, it is read before the words have come. Else what entered is written out and read again,
+    beside the matrix.
     """
     SIZE: tl.constexpr = WORDS * LANES
     GROUPS: tl.constexpr = (V + BV - 1) // BV
@@ -273,9 +292,11 @@ def dense_scan_kernel(
         at = head * (K * V) + row * V + cols
         inside = (row < K) & (cols < V)
         c = (block % GROUPS) * BV + v
-        own = update + head * (K * V) + k[:, None] * V + c[None, :]
-        y = tl.load(own, mask=(k < K)[:, None] & (c < V)[None, :], other=0.0)
+        y = load_tile(update + head * (K * V), k, c, K, V)
         given = tl.load(initial + at, mask=inside & (has_initial != 0), other=0.0)
+        if HOLDS:
+            whole = load_tile(matrix + head * (K * K), k, k, K, K)
+            held = split_in_four(whole.reshape(BK, 4, STEP).permute(0, 2, 1), BK, STEP)
         bits, lost = receive(
             inbox + start,
             receives,
@@ -296,20 +317,19 @@ def dense_scan_kernel(
         x = tl.where(first != 0, given, bits.to(y.dtype, bitcast=True))
         tl.store(entering + at, x, mask=inside)
         if resets == 0:
-            tl.debug_barrier()
-            for begin_k in tl.range(0, K, STEP):
-                j = begin_k + tl.arange(0, STEP)
-                a = tl.load(
-                    matrix + head * (K * K) + k[:, None] * K + j[None, :],
-                    mask=(k < K)[:, None] & (j < K)[None, :],
-                    other=0.0,
-                )
-                b = tl.load(
-                    entering + head * (K * V) + j[:, None] * V + c[None, :],
-                    mask=(j < K)[:, None] & (c < V)[None, :],
-                    other=0.0,
-                )
-                y = tl.dot(a, b, acc=y, input_precision=PRECISION, out_dtype=y.dtype)
+            if HOLDS:
+                parts = split_in_four(x.reshape(4, STEP, BV).permute(1, 2, 0), STEP, BV)
+                for part in tl.static_range(0, 4):
+                    y = tl.dot(
+                        held[part], parts[part], acc=y, input_precision=PRECISION, out_dtype=y.dtype
+                    )
+            else:
+                tl.debug_barrier()
+                for begin_k in tl.range(0, K, STEP):
+                    j = begin_k + tl.arange(0, STEP)
+                    a = load_tile(matrix + head * (K * K), k, j, K, K)
+                    b = load_tile(entering + head * (K * V), j, c, K, V)
+                    y = tl.dot(a, b, acc=y, input_precision=PRECISION, out_dtype=y.dtype)
         out = y.reshape(WORDS, LANES)
         send(outbox + start, out, lost, sends, WORDS, LANES, INTERPRETED)
         tl.store(leaving + at, out, mask=inside, cache_modifier=".cs")

@@ -16,7 +16,7 @@ from zeco.collectives.groups import Group, transport_of
 from zeco.collectives.ledger import Ledger
 from zeco.collectives.mirrored import MirroredTransport
 from zeco.collectives.recompute import take_slot
-from zeco.collectives.scan import ALGORITHMS
+from zeco.collectives.scan import ALGORITHMS, can_scan_in_kernels
 from zeco.core.costs import explain_plan
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
@@ -29,6 +29,7 @@ from zeco.core.partition import (
     shard_bounds,
     zigzag_slots,
 )
+from zeco.core.schedule import DEVICE_CHAIN
 from zeco.operators.segment import Gradients, Outcome, Segment
 from zeco.sequence_parallel.methods import Lasp1, Local, Method, Scanned
 from zeco.sequence_parallel.methods.method import do_nothing
@@ -172,17 +173,23 @@ class SequenceParallel:
         shape: tuple[int, int, int, int],
         kind: str = "diagonal",
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> str:
         """Say which scan ``algorithm="auto"`` takes, and what every candidate would take.
+
+        A rank may ask alone.
 
         Args:
             shape: [B, H, K, V] of the states.
             kind: of the transitions: "identity", "scalar", "diagonal" or "dense".
             dtype: of the states.
+            device: where the states are; None means where the group's messages go: the GPU with NCCL,
+                else the CPU.
 
         Returns:
             One line a candidate with its predicted time, the choice first.
         """
+        device = self.transport.home if device is None else torch.device(device)
         ranked = explain_plan(
             self.size,
             shape,
@@ -190,9 +197,13 @@ class SequenceParallel:
             dtype.itemsize,
             nodes=self.transport.nodes,
             fabric=self.transport.fabric,
+            on_device=can_scan_in_kernels(self.transport, shape, kind, device),
         )
+        if self.transport.scans_only_in_kernels(device):
+            ranked = tuple(item for item in ranked if item[0].algorithm == DEVICE_CHAIN)
         lines = [
-            f"{plan.algorithm:<20} {plan.num_blocks:>4} blocks {seconds * 1e3:>10.3f} ms predicted"
+            f"{plan.algorithm:<20} {plan.num_blocks or 'own':>4} blocks "
+            f"{seconds * 1e3:>10.3f} ms predicted"
             for plan, seconds in ranked
         ]
         return "\n".join([f"chosen: {lines[0]}", *(f"        {line}" for line in lines[1:])])

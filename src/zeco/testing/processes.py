@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import multiprocessing
 import pickle
 import queue
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,16 +20,32 @@ import torch.distributed as dist
 from zeco.core.errors import RankFailedError
 
 
+def _load(name: str, file: str | None) -> None:
+    """Import a module; from its file where its name leads nowhere, as with pytest's importlib mode."""
+    if name in sys.modules:
+        return
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(name, file) if file else None
+        if spec is None or spec.loader is None:
+            raise
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
 def _enter(
-    function: Callable[..., Any],
+    module: tuple[str, str | None],
+    call: bytes,
     rank: int,
     num_ranks: int,
     folder: str,
     timeout_s: float,
-    arguments: tuple[Any, ...],
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
+    _load(*module)
+    function, arguments = pickle.loads(call)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -56,7 +75,8 @@ def run_processes(
 
     Args:
         num_ranks: P.
-        function: importable by name, as are its results; called with ``arguments``.
+        function: a function of a module, not of another function, as are its results' types; called
+            with ``arguments``.
         arguments: passed to every rank.
         timeout_s: of the group's messages and of the whole call.
 
@@ -64,13 +84,18 @@ def run_processes(
         RankFailedError: a rank raised (its traceback is in the message) or didn't end in time; the
             others are ended.
     """
+    name = function.__module__
+    # The program itself is loaded by multiprocessing.
+    home = "builtins" if name == "__main__" else name
+    module = home, getattr(sys.modules[home], "__file__", None)
+    call = pickle.dumps((function, arguments))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="zeco-ranks-") as folder:
         results = context.Queue()
         processes = [
             context.Process(
                 target=_enter,
-                args=(function, rank, num_ranks, folder, timeout_s, arguments, results),
+                args=(module, call, rank, num_ranks, folder, timeout_s, results),
                 daemon=True,
             )
             for rank in range(num_ranks)
