@@ -9,8 +9,9 @@ graph      the layer's forward and backward pass captured in a CUDA graph, its r
 memory     peak memory and time of a stack of layers, ours and then Flash Linear Attention's layer of
            the same sizes (package flash-linear-attention), one after the other
 timeline   kernels of a middle rank's layer by stream, as a PNG. The layer, the method and the scan are
-           the real ones; the wire is a stand-in: a message arrives after a kernel that spins for
-           --hop-us for every rank that it has passed. Started by torchrun on several GPUs, with
+           the real ones; the wire is a stand-in: a message arrives --hop-us late for every rank that
+           it has passed. Of five runs the one is shown whose scans lie under compute for the middle
+           share of their time. Started by torchrun on several GPUs, with
            --parts timeline, the ranks are real, and so is the wire.
 """
 
@@ -23,6 +24,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeco.benchmarks.device import capture, kernel_times, synchronize, time_in_turn
+from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.benchmarks.record import write_record
-from zeco.benchmarks.timeline import by_stream, covered_us, draw_timeline, trace
+from zeco.benchmarks.stand_in import StandInTransport
+from zeco.benchmarks.timeline import cover_of_scans, draw_timeline, name_rows, trace
 from zeco.collectives.groups import Group
-from zeco.collectives.stream import StreamTask
-from zeco.collectives.transport import Message, Request, Task, Transport
 from zeco.layers import GatedLinearAttention
 from zeco.operators.log_gate import log_sigmoid_gate
 from zeco.ops import gla
 from zeco.sequence_parallel import SequenceParallel
 
 Run = Callable[[], object]
+TRACES = 5
 PARTS = ("launches", "graph", "memory", "timeline")
 
 
@@ -128,7 +131,7 @@ def measure_launches(given: argparse.Namespace) -> dict[str, Any]:
             figures[name][work] = {
                 "launches": count,
                 "kernels_ms": round(seconds * 1e3, 4),
-                "kernels": {n[:90]: [c, round(s * 1e3, 4)] for n, (c, s) in kernels.items()},
+                "kernels": {n[:200]: [c, round(s * 1e3, 4)] for n, (c, s) in kernels.items()},
             }
             print(f"{name:<24}{work:<18}{count:>5} launches {seconds * 1e3:>9.3f} ms of kernels")
     return figures
@@ -189,10 +192,12 @@ def fla_layer(given: argparse.Namespace) -> nn.Module:
 def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
     """Return peak memory over the parameters' and time of stacks of layers."""
     makers = {"zeco": make_layer, "fla": fla_layer}
-    figures: dict[str, Any] = {"layers": given.layers}
+    figures: dict[str, Any] = {"layers": given.layers, "fla_tuning": given.fla_tuning}
+    untuned = given.fla_tuning == "off"
     for name in given.stacks:
         try:
-            figures[name] = measure_stack(given, makers[name])
+            with one_setting_each() if untuned else nullcontext():
+                figures[name] = measure_stack(given, makers[name], times=not untuned)
         except Exception as error:
             traceback.print_exc()
             figures[name] = {"failed": f"{type(error).__name__}: {error}"}
@@ -202,7 +207,7 @@ def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_stack(
-    given: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Module]
+    given: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Module], *, times: bool
 ) -> dict[str, Any]:
     stack = Stack([make(given) for _ in range(given.layers)])
     x = tokens(given)
@@ -225,74 +230,20 @@ def measure_stack(
     del y
     synchronize(given.device)
     peak = torch.cuda.max_memory_allocated()
-    forward = passes(stack, [x], x)["forward"]
-    times = time_in_turn(
-        {"forward": forward, "forward_backward": both}, given.device, given.repetitions
-    )
-    return {
+    figures: dict[str, Any] = {
         "parameters": sum(p.numel() for p in stack.parameters()),
         "before_mib": round(before / 2**20, 1),
         "kept_for_backward_mib": round(kept / 2**20, 1),
         "kept_for_backward_mib_a_layer": round(kept / 2**20 / given.layers, 2),
         "peak_mib": round(peak / 2**20, 1),
-        "median_ms_a_layer": {
-            work: round(statistics.median(t) * 1e3 / given.layers, 4) for work, t in times.items()
-        },
     }
-
-
-class Arrived:
-    """A message whose kernel is on the stream already."""
-
-    def wait(self) -> None:
-        """Return at once: the stream keeps the order."""
-
-
-class StandInTransport(Transport):
-    """A rank on a GPU without neighbours: what it receives is zeros, after a spinning kernel.
-
-    Args:
-        rank: this rank.
-        size: of the group it stands for.
-        hop_cycles: clock cycles that a message takes from a rank to the next.
-    """
-
-    posts_receives_early = False
-
-    def __init__(self, rank: int, size: int, hop_cycles: int) -> None:
-        super().__init__(rank, size)
-        self.hop_cycles = hop_cycles
-        self.stream = torch.cuda.Stream(priority=-1)
-        self.tasks: list[StreamTask[Any]] = []
-        self._first_tag = -1
-
-    def exchange(
-        self, sends: list[Message], receives: list[Message], purpose: str
-    ) -> list[Request]:
-        for message in receives:
-            hops = 1
-            if purpose != "halo" and message.tag // 2**15 != self._first_tag:
-                # A scan's first block has passed every rank before this one.
-                self._first_tag = message.tag // 2**15
-                hops = self.rank if message.peer < self.rank else self.size - 1 - self.rank
-            torch.cuda._sleep(hops * self.hop_cycles)
-            message.tensor.zero_()
-        return [Arrived() for _ in (*sends, *receives)]
-
-    def post(self, sends: list[Message], receives: list[Message]) -> list[Request]:
-        return self.exchange(sends, receives, "")
-
-    def submit(self, program: Callable[[], Any]) -> Task[Any]:
-        task = StreamTask(program, self.stream)
-        if not torch.cuda.is_current_stream_capturing():
-            self.tasks = [*(t for t in self.tasks if not t.has_ended()), task]
-        return task
-
-    def post_failure(self, number: int, message: str) -> None:
-        """Do nothing: nobody waits."""
-
-    def find_failure(self, number: int) -> str | None:
-        return None
+    if times:
+        runs = {"forward": passes(stack, [x], x)["forward"], "forward_backward": both}
+        found = time_in_turn(runs, given.device, given.repetitions)
+        figures["median_ms_a_layer"] = {
+            work: round(statistics.median(t) * 1e3 / given.layers, 4) for work, t in found.items()
+        }
+    return figures
 
 
 def cycles_per_us(device: torch.device) -> float:
@@ -307,34 +258,46 @@ def join_group(given: argparse.Namespace) -> Group:
         dist.init_process_group("nccl", device_id=given.device)
         given.ranks = dist.get_world_size()
         return dist.group.WORLD
-    hop_cycles = int(given.hop_us * cycles_per_us(given.device))
-    return StandInTransport(given.ranks // 2, given.ranks, hop_cycles)
+    cycles = cycles_per_us(given.device)
+    rank, ranks = given.ranks // 2, given.ranks
+    return StandInTransport(rank, ranks, hop_us=given.hop_us, cycles_per_us=cycles)
 
 
 def measure_timeline(given: argparse.Namespace) -> dict[str, Any]:
-    """Trace a rank's layer, draw it, and say how much of the scans lies under compute."""
+    """Trace a rank's layer, draw it, and say how much of its scans lies under compute."""
     group = join_group(given)
     stand_in = isinstance(group, StandInTransport)
     wire = f"{given.hop_us:g} µs a hop" if stand_in else f"{given.ranks} GPUs"
     sp = SequenceParallel(group, algorithm=given.algorithm, num_blocks=given.num_blocks)
     split = layer_passes(given, sp)
-    split["forward_backward"]()
-    kernels = trace(split["forward_backward"])
-    scans, compute = by_stream(kernels)
-    busy = sum(stop - start for start, stop in scans)
-    under = covered_us(scans, compute)
-    print(f"timeline: scans {busy:.0f} us, of which under compute {under:.0f} us")
-    if sp.rank == 0 or stand_in:
-        draw_timeline(
-            given.out.with_name(f"{given.out.stem}_timeline.png"),
-            kernels,
-            title=f"A GLA layer of rank {sp.rank} of {sp.size}, {given.tokens} tokens, width "
-            f"{given.width}, forward and backward: {given.algorithm}, {wire}",
-        )
-    runs = {f"{work}, without sp": run for work, run in layer_passes(given).items()}
+    if isinstance(group, StandInTransport):
+        split = {work: joined(run, group) for work, run in split.items()}
+    plain = layer_passes(given)
+    if stand_in:  # what arrives is zeros, so a rank computes what a lone one does
+        check_same(split["forward_backward"](), plain["forward_backward"]())
+    else:
+        split["forward_backward"]()
+    traces = [trace(split["forward_backward"]) for _ in range(TRACES)]
+    inside_kernels = given.algorithm == "device_chain"
+    covers = [cover_of_scans(k, name_rows(k, inside_kernels=inside_kernels)) for k in traces]
+    shares = [sum(scan.share for scan in scans) for scans in covers]
+    # Which kernel begins first isn't the same every time.
+    middle = shares.index(statistics.median_low(shares))
+    kernels, scans = traces[middle], covers[middle]
+    rows = name_rows(kernels, inside_kernels=inside_kernels)
+    for found in covers:
+        print("timeline:", *(f"{scan} {scan.share:.0%}" for scan in found))
+    name = given.out.stem + ("" if stand_in else f"_{sp.rank}")
+    draw_timeline(
+        given.out.with_name(f"{name}.png"),
+        kernels,
+        rows,
+        title=f"A GLA layer of rank {sp.rank} of {sp.size}, {given.tokens} tokens, width "
+        f"{given.width}, forward and backward: {given.algorithm}, {wire}",
+    )
+    runs = {f"{work}, without sp": run for work, run in plain.items()}
     runs |= {f"{work}, rank {sp.rank} of {sp.size}": run for work, run in split.items()}
-    if stand_in:  # as graphs, so that a slow host is no part of the times
-        runs = {name: capture(run) for name, run in runs.items()}
+    runs = {name: capture(run) for name, run in runs.items()}  # a slow host is no part of the times
     times = time_in_turn(runs, given.device, given.repetitions)
     medians = {name: round(statistics.median(t) * 1e3, 4) for name, t in times.items()}
     print("timeline:", medians)
@@ -344,12 +307,38 @@ def measure_timeline(given: argparse.Namespace) -> dict[str, Any]:
         "wire": wire,
         "algorithm": given.algorithm,
         "median_ms": medians,
-        "scan_us": round(busy, 2),
-        "scan_under_compute_us": round(under, 2),
+        "scans": [
+            {**{n: round(x, 2) for n, x in scan._asdict().items()}, "share": round(scan.share, 4)}
+            for scan in scans
+        ],
+        "shares_of_all_traces": [[round(scan.share, 4) for scan in found] for found in covers],
+        "rows": rows._asdict(),
         "kernels": [
             [k.name[:60], k.stream, round(k.start_us, 2), round(k.length_us, 2)] for k in kernels
         ],
     }
+
+
+def check_same(found: Any, expected: Any) -> None:
+    """Refuse gradients that differ by more than their rounding."""
+    errors = [
+        float((f - e).float().norm() / e.float().norm())
+        for f, e in zip(found, expected, strict=True)
+    ]
+    print("timeline: largest difference from a lone rank", max(errors))
+    if not max(errors) < 1e-2:
+        raise RuntimeError(f"the rank's gradients are off: {errors}")
+
+
+def joined(run: Run, transport: StandInTransport) -> Run:
+    """Return a run at whose end the neighbours' kernels are through too, so that a graph holds them."""
+
+    def whole() -> object:
+        result = run()
+        transport.join()
+        return result
+
+    return whole
 
 
 MEASURES = {
@@ -371,10 +360,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=24, help="of the stack")
     parser.add_argument("--stacks", nargs="*", default=["zeco", "fla"], choices=["zeco", "fla"])
+    parser.add_argument(
+        "--fla-tuning", default="default", choices=["default", "off"], help="of its kernels"
+    )
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=8, help="that the timeline stands for")
     parser.add_argument("--hop-us", type=float, default=5.0)
-    parser.add_argument("--algorithm", default="chain")
+    parser.add_argument("--algorithm", default="device_chain")
     parser.add_argument("--num-blocks", type=int, help="left out, the cost model chooses")
     given = parser.parse_args(arguments)
     given.dtype = torch.bfloat16

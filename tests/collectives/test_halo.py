@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeco
-from zeco.collectives.halo import halo
+from zeco.collectives.halo import halo, split_tails
 from zeco.core.partition import shard_bounds
 from zeco.testing import run_processes, run_ranks
 
@@ -83,6 +83,26 @@ def test_recomputation_sends_nothing():
 
     # One message forward from every rank but the last, one backward from every rank but the first.
     assert run_ranks(3, rank_function) == [1, 2, 1]
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 5), (1, 0, 6), (0,)])
+@pytest.mark.parametrize("spread", [False, True])
+def test_gradients_of_tails_go_in_their_places(sizes, spread):
+    """Also where the gradient of the rest is one number spread over it."""
+    reach = 2
+    x = torch.randn(B, sum(sizes), D, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(len(sizes), B, reach, D, dtype=torch.float64)
+
+    def loss(y, tails):
+        rest = y.sum() if spread else y.square().sum()
+        return rest + sum(
+            (t * w[:, : t.shape[1]]).sum() for t, w in zip(tails, weights, strict=True)
+        )
+
+    (found,) = torch.autograd.grad(loss(*split_tails(x, sizes, reach)), x)
+    parts = [part[:, max(0, part.shape[1] - reach) :] for part in x.split(sizes, 1)]
+    (expected,) = torch.autograd.grad(loss(x, parts), x)
+    torch.testing.assert_close(found, expected)
 
 
 def in_process_group(sizes, reach):

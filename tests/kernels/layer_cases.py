@@ -6,7 +6,7 @@ import sys
 from itertools import product
 
 import torch
-from torch.nn import functional as F
+from decay_cases import let_numpy_index
 
 from zeco.kernels import gated_norm, short_convolution
 from zeco.operators import gated_norm as norm_operator
@@ -23,42 +23,47 @@ def close(found, expected, dtype):
 
 
 def convolution():
-    """Blocks of rows and channels that don't fill, widths from 1, with and without bias and SiLU."""
+    """Runs and channels that don't fill, fewer rows than a reach, widths from 1, bias, SiLU."""
     torch.manual_seed(0)
-    sizes = [(1, 70, 8, 4), (2, 67, 130, 3), (1, 4, 8, 4), (1, 5, 8, 1)]
-    for (B, R, D, W), silu, biased in product(sizes, (True, False), (True, False)):
+    sizes = [(1, 140, 8, 4), (2, 67, 130, 3), (1, 1, 8, 4), (1, 2, 8, 4), (1, 5, 8, 1)]
+    for (B, T, D, W), silu, biased in product(sizes, (True, False), (True, False)):
         dtype = torch.float16 if biased else torch.float32
-        x, w = torch.randn(B, R, D).to(dtype), torch.randn(D, W)
-        b = torch.randn(D) if biased else None
-        d_y = torch.randn(B, R - W + 1, D).to(dtype)
-        leaves = [t.double().requires_grad_() for t in (x, w) + ((b,) if biased else ())]
-        bias = leaves[2] if biased else None
-        y = F.conv1d(leaves[0].mT, leaves[1][:, None], bias, groups=D).mT
-        y = F.silu(y) if silu else y
+        given = [torch.randn(B, W - 1, D).to(dtype), torch.randn(B, T, D).to(dtype)]
+        given += [torch.randn(D, W), *([torch.randn(D)] if biased else [])]
+        before, x, w, b = (*given, None)[:4]
+        d_y = torch.randn(B, T, D).to(dtype)
+        leaves = [t.double().requires_grad_() for t in given]
+        bias = leaves[3] if biased else None
+        (y,) = row_convolution.convolve_rows(*leaves[:3], bias, silu=silu)
+        names = ("d_before", "dx", "dw", "db")
         grads = torch.autograd.grad(y, leaves, d_y.double())
-        found = short_convolution.convolution_bwd(x, w, b, d_y, silu=silu)
+        found = short_convolution.convolution_bwd(before, x, w, b, [d_y], silu=silu)
         close(
-            {"y": short_convolution.convolution_fwd(x, w, b, silu=silu), "dx": found[0]}
-            | {"dw": found[1]} | ({"db": found[2]} if biased else {}),
-            {"y": y.detach(), "dx": grads[0], "dw": grads[1]}
-            | ({"db": grads[2]} if biased else {}),
+            {"y": short_convolution.convolution_fwd(before, x, w, b, silu=silu)}
+            | dict(zip(names, found, strict=True)),
+            {"y": y.detach()} | dict(zip(names, grads, strict=False)),
             dtype,
-        )  # fmt: skip
+        )
 
 
 def strided():
     """Rows and gradients that are parts of wider tensors, through the autograd function."""
     torch.manual_seed(1)
     wide = torch.randn(2, 80, 24)
-    x = wide[:, 3:75, 8:16].detach().requires_grad_()
-    w = torch.randn(8, 4, requires_grad=True)
-    d_y = torch.randn(2, 69, 16)[..., 4:12]
-    y = row_convolution._ConvolutionFunction.apply(x, w, None, True)
-    found = dict(zip(("dx", "dw"), torch.autograd.grad(y, (x, w), d_y), strict=True))
-    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected = row_convolution.convolve_rows(leaves[0], leaves[1], None, silu=True)
-    grads = torch.autograd.grad(expected, leaves, d_y.double())
-    close(found | {"y": y}, {"y": expected, "dx": grads[0], "dw": grads[1]}, torch.float32)
+    before, x = (wide[:, a:b, 8:16].detach().requires_grad_() for a, b in ((0, 3), (3, 72)))
+    w, b = torch.randn(8, 4, requires_grad=True), torch.randn(8, requires_grad=True)
+    d_y = torch.randn(2, 69, 16)[..., 4:7], torch.randn(2, 5, 69).mT
+    parts = row_convolution._ConvolutionFunction.apply(before, x, w, b, True, (3, 5))
+    names = ("d_before", "dx", "dw", "db")
+    found = torch.autograd.grad(parts, (before, x, w, b), d_y)
+    leaves = [t.detach().double().requires_grad_() for t in (before, x, w, b)]
+    expected = row_convolution.convolve_rows(*leaves, silu=True, sizes=(3, 5))
+    grads = torch.autograd.grad(expected, leaves, [d.double() for d in d_y])
+    close(
+        dict(zip(names, found, strict=True)) | {"y": torch.cat(parts, 2)},
+        dict(zip(names, grads, strict=True)) | {"y": torch.cat(expected, 2)},
+        torch.float32,
+    )
 
 
 def norm():
@@ -96,7 +101,12 @@ def gate():
         (d_x,) = torch.autograd.grad(g, leaf, d_g)
         (wanted,) = torch.autograd.grad(expected, exact, d_g.double())
         close({"g": g, "dx": d_x}, {"g": expected.detach(), "dx": wanted}, dtype)
+        # Each decay by itself, also of gates that hardly forget.
+        torch.testing.assert_close(g.double(), expected.detach(), rtol=2e-6, atol=1e-12)
+        least = 1e-7 if dtype == torch.float16 else 1e-12
+        torch.testing.assert_close(d_x.double(), wanted, rtol=2 * BOUNDS[dtype], atol=least)
 
 
 if __name__ == "__main__":
+    let_numpy_index()
     {"convolution": convolution, "strided": strided, "norm": norm, "gate": gate}[sys.argv[1]]()

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeco
 from zeco import SequenceParallel
+from zeco.collectives import halo
 from zeco.collectives.groups import Group
 from zeco.collectives.scan import ScanHandle
 from zeco.layers import GatedLinearAttention, Mamba2
@@ -59,6 +60,35 @@ def test_the_gate_is_computed_while_the_scan_is_in_flight(
     run_ranks(RANKS, on_rank)
     order = ["start", "wait", "gate"] if can_be_held_up else ["start", "gate", "wait"]
     assert all(found == order for found in events.values())
+
+
+def test_the_decays_are_computed_while_the_halo_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And their gradients while the halo's are."""
+    events: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
+    start_passing = halo._start_passing
+
+    def started(transport: Any, *args: Any, **kwargs: Any) -> Any:
+        passing = start_passing(transport, *args, **kwargs)
+        wait = passing.wait
+        events[transport.rank].append("start")
+        passing.wait = lambda: (events[transport.rank].append("wait"), wait())[1]
+        return passing
+
+    monkeypatch.setattr(halo, "_start_passing", started)
+
+    def on_rank(group: Group) -> None:
+        sp = SequenceParallel(group)
+        layer = make_layer()
+        layer.decay_up.register_forward_hook(lambda *_: events[sp.rank].append("decays"))
+        layer.decay_up.register_full_backward_hook(lambda *_: events[sp.rank].append("d_decays"))
+        x = tokens().tensor_split(RANKS, 1)[sp.rank].requires_grad_()
+        layer(x, sp=sp)[0].sum().backward()
+
+    run_ranks(RANKS, on_rank)
+    forward, backward = ["start", "decays", "wait"], ["start", "d_decays", "wait"]
+    assert all(found == forward + backward for found in events.values())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,19 +71,86 @@ def covered_us(spans: list[tuple[float, float]], others: list[tuple[float, float
     )
 
 
-def by_stream(kernels: list[Kernel]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the spans of the scans' stream and those of the busiest one, the layer's own."""
-    streams: dict[int, list[tuple[float, float]]] = {}
-    for kernel in kernels:
-        span = kernel.start_us, kernel.start_us + kernel.length_us
-        streams.setdefault(kernel.stream, []).append(span)
-    order = sorted(streams.values(), key=len)
-    return [span for spans in order[:-1] for span in spans], order[-1]
+class Rows(NamedTuple):
+    """What a timeline's streams are.
 
+    Attributes:
+        layer: the stream of the layer's own kernels, the busiest.
+        scans: those on which this rank's scans run.
+        others: those of other ranks' kernels on the same GPU, and of messages that are no scan's.
+    """
+
+    layer: int
+    scans: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+def name_rows(kernels: list[Kernel], *, inside_kernels: bool) -> Rows:
+    """Tell a timeline's streams apart.
+
+    Args:
+        kernels: of `trace`.
+        inside_kernels: whether scans are single kernels (``algorithm="device_chain"``). Then streams
+            with anything else are others'.
+    """
+    streams: dict[int, list[str]] = {}
+    for kernel in kernels:
+        streams.setdefault(kernel.stream, []).append(kernel.name)
+    layer = max(streams, key=lambda stream: len(streams[stream]))
+    beside = [stream for stream in streams if stream != layer]
+    scans = [s for s in beside if _carries_scans(streams[s], inside_kernels=inside_kernels)]
+    return Rows(layer, tuple(scans), tuple(s for s in beside if s not in scans))
+
+
+def _carries_scans(names: list[str], *, inside_kernels: bool) -> bool:
+    if inside_kernels:
+        return all("elementwise_scan_kernel" in n or "dense_scan_kernel" in n for n in names)
+    # A stream of nothing but a stand-in's messages is a halo's.
+    return not all("spin" in n or "FillFunctor" in n for n in names)
+
+
+class ScanCover(NamedTuple):
+    """How a scan lies under compute.
+
+    Attributes:
+        start_us: when its first kernel begins.
+        stop_us: when its last one ends.
+        covered_us: how long of that the layer's own stream computes.
+    """
+
+    start_us: float
+    stop_us: float
+    covered_us: float
+
+    @property
+    def share(self) -> float:
+        """The part of the scan's time that lies under compute."""
+        return self.covered_us / (self.stop_us - self.start_us)
+
+
+def cover_of_scans(kernels: list[Kernel], rows: Rows) -> list[ScanCover]:
+    """Return how each scan of a timeline lies under compute, in the order of time."""
+    compute = _spans(k for k in kernels if k.stream == rows.layer and kind_of(k.name) != MESSAGES)
+    windows = scan_windows(_spans(k for k in kernels if k.stream in rows.scans))
+    return [ScanCover(*window, covered_us([window], compute)) for window in windows]
+
+
+def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
+    return [(k.start_us, k.start_us + k.length_us) for k in kernels]
+
+
+MESSAGES = "scans and messages"
 
 # What a kernel's name tells of its work; the first that fits, fits.
 KINDS = {
-    "scan": ("spin", "sleep", "nccl", "elementwise_scan_kernel", "dense_scan_kernel"),
+    MESSAGES: (
+        "spin",
+        "sleep",
+        "nccl",
+        "memcpy htod",
+        "elementwise_scan_kernel",
+        "dense_scan_kernel",
+    ),
     "state passes": ("state_fwd", "segment_scan"),
     "output and gradient passes": ("walk", "pairs", "gate_gradient"),
     "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "splitK"),
@@ -105,12 +172,13 @@ def kind_of(name: str) -> str:
 MARGIN_US = 300.0
 
 
-def draw_timeline(path: Path, kernels: list[Kernel], *, title: str) -> None:
-    """Write a picture of kernels, a row for each stream, and one around each scan, to a PNG file.
+def draw_timeline(path: Path, kernels: list[Kernel], rows: Rows, *, title: str) -> None:
+    """Write a picture of kernels, a row for each sort of stream, and one around each scan, to a PNG.
 
     Args:
         path: the file; its folder is made.
         kernels: of `trace`.
+        rows: what their streams are.
         title: of the picture.
     """
     import matplotlib
@@ -118,19 +186,23 @@ def draw_timeline(path: Path, kernels: list[Kernel], *, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    windows = scan_windows(by_stream(kernels)[0])
+    scans = cover_of_scans(kernels, rows)
     figure, grid = pyplot.subplots(
-        1 + len(windows),
-        figsize=(12, 2.2 * (1 + len(windows))),
+        1 + len(scans),
+        figsize=(12, 2.2 * (1 + len(scans))),
         layout="constrained",
         squeeze=False,
     )
     drawings = [row[0] for row in grid]
     for drawing in drawings:
-        _draw_rows(drawing, kernels)
-    for drawing, (start, stop) in zip(drawings[1:], windows, strict=True):
-        drawing.set_xlim(start - MARGIN_US, stop + MARGIN_US)
-        drawing.set_title("around a scan", fontsize=9)
+        _draw_rows(drawing, kernels, rows)
+    for drawing, scan in zip(drawings[1:], scans, strict=True):
+        drawing.set_xlim(scan.start_us - MARGIN_US, scan.stop_us + MARGIN_US)
+        drawing.axvspan(scan.start_us, scan.stop_us, color="0.9", zorder=0)
+        drawing.set_title(
+            f"a scan: {scan.stop_us - scan.start_us:.0f} µs, {scan.share:.0%} of it under compute",
+            fontsize=9,
+        )
     drawings[0].set_title(title, fontsize=10)
     drawings[-1].set_xlabel("µs")
     drawings[-1].legend(
@@ -156,19 +228,18 @@ def scan_windows(scans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _draw_rows(drawing: Any, kernels: list[Kernel]) -> None:
-    streams = {s: i for i, s in enumerate(dict.fromkeys(k.stream for k in kernels))}
+def _draw_rows(drawing: Any, kernels: list[Kernel], rows: Rows) -> None:
+    names = {"layer": (rows.layer,), "scan": rows.scans, "others": rows.others}
+    names = {name: streams for name, streams in names.items() if streams}
     for i, kind in enumerate(KINDS):
-        for stream, row in streams.items():
+        for place, streams in enumerate(names.values()):
             bars = [
                 (k.start_us, k.length_us)
                 for k in kernels
-                if k.stream == stream and kind_of(k.name) == kind
+                if k.stream in streams and kind_of(k.name) == kind
             ]
             if bars:
-                drawing.broken_barh(bars, (row - 0.35, 0.7), facecolors=f"C{i}")
+                drawing.broken_barh(bars, (place - 0.35, 0.7), facecolors=f"C{i}")
         drawing.broken_barh([], (0, 0), facecolors=f"C{i}", label=kind)
-    own = max(streams, key=lambda stream: sum(k.stream == stream for k in kernels))
-    names = ["layer" if stream == own else "scan" for stream in streams]
-    drawing.set_yticks(list(streams.values()), names)
+    drawing.set_yticks(range(len(names)), list(names))
     drawing.invert_yaxis()

@@ -1,13 +1,20 @@
-"""Short depthwise convolutions over rows, activation included: one launch forwards, two backwards.
+"""Short depthwise convolutions over rows, activation included: one launch forwards, one backwards.
 
     z[t] = Σ_i w[:, i] x[t + i] + b,    y[t] = z[t] or z[t] · sigmoid(z[t])        i from 0 to W-1
 
-x [B, R, D] with channels side by side, w [D, W], b [D], y [B, R-W+1, D]; arithmetic in fp32. Nothing
-but x is kept: backward makes z again. No autograd.
+Rows x [B, W-1+T, D] come as two tensors, those before the tokens, [B, W-1, D], and the tokens' own,
+[B, T, D]: so nobody has to copy them together. Channels lie side by side; w [D, W], b [D], y [B, T, D];
+arithmetic in fp32. Nothing but x is kept: backward makes z again. No autograd.
+
+A warp walks down a run of rows with its channels' last W rows in registers, so every row is read once;
+its sums over rows need no other thread.
 """
+# ruff: noqa: RUF005  (Triton knows no unpacking)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,202 +23,245 @@ from torch import Tensor
 
 from zeco.kernels.launch import launch
 
-ROWS, CHANNELS = 64, 128
-WARPS = 8
-# The weights' gradient: a warp's block, and blocks of rows that it sums over.
-COLUMN_ROWS, COLUMN_CHANNELS = 8, 256
-RUN = 16
+CHANNELS = 128  # of a warp
+# Rows of a step, whose loads are in flight together, and of a run, a multiple of them.
+FORWARD_ROWS, FORWARD_RUN = 8, 64
+BACKWARD_ROWS, BACKWARD_RUN = 4, 128
 
 
 @triton.jit
-def load_rows(x_ptr, first, rows, channels, num_rows, D, stride_r):
-    """Load rows first + rows of a sequence at x_ptr in fp32 [ROWS, CHANNELS], zeros outside of it."""
-    at = first + rows
-    mask = ((at >= 0) & (at < num_rows))[:, None] & (channels < D)[None, :]
-    start_ptr = x_ptr + tl.cast(first, tl.int64) * stride_r
-    # Within a block 32 bits do.
-    return tl.load(start_ptr + (rows[:, None] * stride_r + channels[None, :]), mask, 0.0).to(
-        tl.float32
-    )
+def row_at(before_ptr, x_ptr, row, before_stride, x_stride, REACH: tl.constexpr):
+    """Return the address of a row, the first REACH of which lie in a tensor of their own."""
+    before = before_ptr + tl.cast(row, tl.int64) * before_stride
+    return tl.where(row < REACH, before, x_ptr + tl.cast(row - REACH, tl.int64) * x_stride)
 
 
 @triton.jit
-def store_rows(y_ptr, y, first, rows, channels, num_rows, D):
-    """Store [ROWS, CHANNELS] as rows first + rows of a contiguous sequence at y_ptr."""
-    mask = (first + rows < num_rows)[:, None] & (channels < D)[None, :]
-    start_ptr = y_ptr + tl.cast(first, tl.int64) * D
-    places = rows[:, None] * D + channels[None, :]
-    tl.store(start_ptr + places, y.to(y_ptr.dtype.element_ty), mask)
+def load_row(row_ptr, inside, channels, D):
+    """Load a row's channels in fp32; zeros outside."""
+    return tl.load(row_ptr + channels, inside & (channels < D), 0.0).to(tl.float32)
 
 
 @triton.jit
-def convolve(x_ptr, w_ptr, b_ptr, first, rows, channels, R, D, stride_r, W: tl.constexpr):
-    """Return z [ROWS, CHANNELS] of rows first + rows."""
-    inside = channels < D
-    w = tl.load(w_ptr + channels * W, inside, 0.0).to(tl.float32)
-    z = w[None, :] * load_rows(x_ptr, first, rows, channels, R, D, stride_r)
-    for i in tl.static_range(1, W):
-        w = tl.load(w_ptr + channels * W + i, inside, 0.0).to(tl.float32)
-        z += w[None, :] * load_rows(x_ptr, first + i, rows, channels, R, D, stride_r)
+def load_taps(w_ptr, b_ptr, channels, D, W: tl.constexpr):
+    """Return w[:, 0], ..., w[:, W-1] and b, zeros where it is None."""
+    taps = ()
+    for i in tl.static_range(W):
+        taps = taps + (load_row(w_ptr + i, True, channels * W, D * W),)
     if b_ptr is not None:
-        z += tl.load(b_ptr + channels, inside, 0.0).to(tl.float32)[None, :]
+        b = load_row(b_ptr, True, channels, D)
+    else:
+        b = tl.zeros_like(channels).to(tl.float32)
+    return taps, b
+
+
+@triton.jit
+def convolve(rows, taps, b, FIRST: tl.constexpr, W: tl.constexpr):
+    """Return z of the rows from FIRST on."""
+    z = b
+    for i in tl.static_range(W):
+        z += taps[i] * rows[FIRST + i]
     return z
 
 
 @triton.jit
-def find_block(row_blocks, channel_blocks, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return where this program works: (block of rows, sequence, first row, its channels)."""
+def silu_slope(z):
+    """Return the derivative of z · sigmoid(z)."""
+    s = tl.sigmoid(z)
+    return s + z * (s - s * s)
+
+
+@triton.jit
+def find_run(runs, channel_blocks, RUN: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return where this program works: (run of rows, sequence, first row, its channels)."""
     pid = tl.program_id(0)
-    block = pid // channel_blocks
+    run = pid // channel_blocks
     channels = (pid % channel_blocks) * CHANNELS + tl.arange(0, CHANNELS)
-    return block, tl.cast(block // row_blocks, tl.int64), block % row_blocks * ROWS, channels
+    return run, tl.cast(run // runs, tl.int64), run % runs * RUN, channels
 
 
 @triton.jit
 def convolution_fwd_kernel(
+    before_ptr,
     x_ptr,
     w_ptr,
     b_ptr,
     y_ptr,
-    R,
+    T,
     D,
-    row_blocks,
+    runs,
     channel_blocks,
-    stride_b,
-    stride_r,
+    before_stride_b,
+    before_stride_r,
+    x_stride_b,
+    x_stride_r,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Write the outputs of one block of rows and channels."""
-    _, batch, first, channels = find_block(row_blocks, channel_blocks, ROWS, CHANNELS)
-    rows = tl.arange(0, ROWS)
-    x_ptr += batch * stride_b
-    z = convolve(x_ptr, w_ptr, b_ptr, first, rows, channels, R, D, stride_r, W)
-    if SILU:
-        z = z * tl.sigmoid(z)
-    T = R - W + 1
-    store_rows(y_ptr + batch * T * D, z, first, rows, channels, T, D)
+    """Write the outputs of a run."""
+    _, batch, start, channels = find_run(runs, channel_blocks, RUN, CHANNELS)
+    REACH: tl.constexpr = W - 1
+    before_ptr += batch * before_stride_b
+    x_ptr += batch * x_stride_b
+    y_ptr += batch * T * D
+    taps, b = load_taps(w_ptr, b_ptr, channels, D, W)
+    rows = ()
+    for i in tl.static_range(REACH):
+        at = row_at(before_ptr, x_ptr, start + i, before_stride_r, x_stride_r, REACH)
+        rows = rows + (load_row(at, True, channels, D),)
+    for first in tl.range(start, tl.minimum(start + RUN, T), ROWS):
+        for i in tl.static_range(ROWS):
+            # Of the rows that follow a token none lies before the first.
+            at = x_ptr + tl.cast(first + i, tl.int64) * x_stride_r
+            rows = rows + (load_row(at, first + i < T, channels, D),)
+        for i in tl.static_range(ROWS):
+            z = convolve(rows, taps, b, i, W)
+            if SILU:
+                z = z * tl.sigmoid(z)
+            y_row_ptr = y_ptr + tl.cast(first + i, tl.int64) * D
+            inside = (first + i < T) & (channels < D)
+            tl.store(y_row_ptr + channels, z.to(y_ptr.dtype.element_ty), inside)
+        rows = rows[ROWS:]
 
 
 @triton.jit
-def weight_bwd_kernel(
+def convolution_bwd_kernel(
+    before_ptr,
     x_ptr,
     w_ptr,
     b_ptr,
     dy_ptr,
-    dz_ptr,
+    d_before_ptr,
+    dx_ptr,
     partial_ptr,
-    R,
+    T,
     D,
+    width,
     runs,
     channel_blocks,
-    stride_b,
-    stride_r,
+    before_stride_b,
+    before_stride_r,
+    x_stride_b,
+    x_stride_r,
     dy_stride_b,
     dy_stride_r,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
     RUN: tl.constexpr,
-    TAPS: tl.constexpr,
 ):
-    """Write the part of dw and db of a run of rows, which lies in [B runs, W + 1, D], db last.
+    """Write the gradient of a run of rows, and its part of dw and db, [B runs, W + 1, D], db last.
 
-    With the activation also dz, which differs from dy then. One warp holds whole columns, so that
-    sums over rows need no other thread.
+    Row r went into z[r - i] with w[:, i], so a run makes dz of the REACH rows before it too. What is
+    written are D channels of a tensor with ``width`` of them.
     """
-    run, batch, start, channels = find_block(runs, channel_blocks, ROWS * RUN, CHANNELS)
-    rows = tl.arange(0, ROWS)
-    taps = tl.arange(0, TAPS)[:, None]
-    T = R - W + 1
-    x_ptr += batch * stride_b
-    dw = tl.zeros([TAPS, CHANNELS], tl.float32)
-    for n in range(RUN):
-        first = start + n * ROWS
-        dz = load_rows(dy_ptr + batch * dy_stride_b, first, rows, channels, T, D, dy_stride_r)
+    run, batch, start, channels = find_run(runs, channel_blocks, RUN, CHANNELS)
+    REACH: tl.constexpr = W - 1
+    before_ptr += batch * before_stride_b
+    x_ptr += batch * x_stride_b
+    dy_ptr += batch * dy_stride_b
+    d_before_ptr += batch * REACH * width
+    dx_ptr += batch * T * width
+    taps, b = load_taps(w_ptr, b_ptr, channels, D, W)
+    rows = ()
+    for i in tl.static_range(2 * REACH):
+        r = start - REACH + i
+        at = row_at(before_ptr, x_ptr, r, before_stride_r, x_stride_r, REACH)
+        rows = rows + (load_row(at, (r >= 0) & (r < T + REACH), channels, D),)
+    dz_rows = ()
+    for i in tl.static_range(REACH):
+        t = start - REACH + i
+        dz = load_row(dy_ptr + tl.cast(t, tl.int64) * dy_stride_r, (t >= 0) & (t < T), channels, D)
         if SILU:
-            z = convolve(x_ptr, w_ptr, b_ptr, first, rows, channels, R, D, stride_r, W)
-            s = tl.sigmoid(z)
-            dz *= s * (1 + z * (1 - s))
-            store_rows(dz_ptr + batch * T * D, dz, first, rows, channels, T, D)
-        for i in tl.static_range(W):
-            x = load_rows(x_ptr, first + i, rows, channels, R, D, stride_r)
-            dw += tl.where(taps == i, tl.sum(dz * x, 0)[None, :], 0.0)
-        dw += tl.where(taps == W, tl.sum(dz, 0)[None, :], 0.0)
-    part_ptr = partial_ptr + tl.cast(run, tl.int64) * (W + 1) * D
-    tl.store(part_ptr + taps * D + channels[None, :], dw, (taps <= W) & (channels < D)[None, :])
+            dz *= silu_slope(convolve(rows, taps, b, i, W))
+        dz_rows = dz_rows + (dz,)
+    rows = rows[REACH:]
+    sums = ()
+    for _ in tl.static_range(W + 1):
+        sums = sums + (tl.zeros_like(b),)
+    for first in tl.range(start, tl.minimum(start + RUN, T + REACH), ROWS):
+        for i in tl.static_range(ROWS):
+            at = x_ptr + tl.cast(first + i, tl.int64) * x_stride_r
+            rows = rows + (load_row(at, first + i < T, channels, D),)
+        for i in tl.static_range(ROWS):
+            at = dy_ptr + tl.cast(first + i, tl.int64) * dy_stride_r
+            dz_rows = dz_rows + (load_row(at, first + i < T, channels, D),)
+        done = dz_rows[:REACH]
+        for i in tl.static_range(ROWS):
+            dz = dz_rows[REACH + i]
+            if SILU:
+                dz *= silu_slope(convolve(rows, taps, b, i, W))
+            done = done + (dz,)
+            added = ()
+            for j in tl.static_range(W):
+                added = added + (sums[j] + dz * rows[i + j],)
+            sums = added + (sums[W] + dz,)
+            dx = taps[0] * dz
+            for j in tl.static_range(1, W):
+                dx += taps[j] * done[REACH + i - j]
+            at = row_at(d_before_ptr, dx_ptr, first + i, width, width, REACH)
+            inside = (first + i < T + REACH) & (channels < D)
+            tl.store(at + channels, dx.to(dx_ptr.dtype.element_ty), inside)
+        rows = rows[ROWS:]
+        dz_rows = done[ROWS:]
+    part_ptr = partial_ptr + tl.cast(run, tl.int64) * (W + 1) * width
+    for i in tl.static_range(W + 1):
+        tl.store(part_ptr + i * width + channels, sums[i], channels < D)
 
 
-@triton.jit
-def rows_bwd_kernel(
-    w_ptr,
-    dz_ptr,
-    dx_ptr,
-    R,
-    D,
-    row_blocks,
-    channel_blocks,
-    stride_b,
-    stride_r,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """Write dx of one block of rows and channels: row r of x went into z[r - i] with w[:, i]."""
-    _, batch, first, channels = find_block(row_blocks, channel_blocks, ROWS, CHANNELS)
-    rows = tl.arange(0, ROWS)
-    dz_ptr += batch * stride_b
-    dx = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for i in tl.static_range(W):
-        w = tl.load(w_ptr + channels * W + i, channels < D, 0.0).to(tl.float32)
-        dx += w[None, :] * load_rows(dz_ptr, first - i, rows, channels, R - W + 1, D, stride_r)
-    store_rows(dx_ptr + batch * R * D, dx, first, rows, channels, R, D)
-
-
-def convolution_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, silu: bool) -> Tensor:
-    """Return y [B, R-W+1, D], at least one row, in x's dtype."""
-    B, R, D = x.shape
-    W = w.shape[1]
-    y = torch.empty(B, R - W + 1, D, dtype=x.dtype, device=x.device)
-    row_blocks, channel_blocks = -(-y.shape[1] // ROWS), -(-D // CHANNELS)
+def convolution_fwd(
+    before: Tensor, x: Tensor, w: Tensor, b: Tensor | None, *, silu: bool
+) -> Tensor:
+    """Return y [B, T, D], T at least 1, in x's dtype."""
+    B, T, D = x.shape
+    y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    runs, channel_blocks = -(-T // FORWARD_RUN), -(-D // CHANNELS)
     launch(
-        convolution_fwd_kernel, B * row_blocks * channel_blocks,
-        x, w, b, y, R, D, row_blocks, channel_blocks, x.stride(0), x.stride(1),
-        num_warps=WARPS, W=W, SILU=silu, ROWS=ROWS, CHANNELS=CHANNELS,
+        convolution_fwd_kernel, B * runs * channel_blocks,
+        before, x, w, b, y, T, D, runs, channel_blocks, before.stride(0), before.stride(1),
+        x.stride(0), x.stride(1),
+        num_warps=1, W=w.shape[1], SILU=silu, CHANNELS=CHANNELS, ROWS=FORWARD_ROWS,
+        RUN=FORWARD_RUN,
     )  # fmt: skip
     return y
 
 
 def convolution_bwd(
-    x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, *, silu: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, w and b; dy has channels side by side.
+    before: Tensor, x: Tensor, w: Tensor, b: Tensor | None, dy: Sequence[Tensor], *, silu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of the rows before, x, w and b.
 
-    Between the two launches the gradient of z is kept in x's dtype, as torch keeps it between two
-    functions.
+    Args:
+        before: [B, W-1, D], channels side by side, as everywhere.
+        x: [B, T, D].
+        w: [D, W].
+        b: [D], or None.
+        dy: of y's channels, which may lie in several tensors [B, T, ...]: a launch for each.
+        silu: whether y is a SiLU.
     """
-    B, R, D = x.shape
+    B, T, D = x.shape
     W = w.shape[1]
-    T = R - W + 1
-    dx = torch.empty(B, R, D, dtype=x.dtype, device=x.device)
-    dz = torch.empty(B, T, D, dtype=x.dtype, device=x.device) if silu else dy
-    runs, channel_blocks = -(-T // (COLUMN_ROWS * RUN)), -(-D // COLUMN_CHANNELS)
+    d_before = torch.empty(B, W - 1, D, dtype=x.dtype, device=x.device)
+    dx = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    runs = -(-(T + W - 1) // BACKWARD_RUN)
     parts = torch.empty(B * runs, W + 1, D, dtype=torch.float32, device=x.device)
-    launch(
-        weight_bwd_kernel, B * runs * channel_blocks,
-        x, w, b, dy, dz, parts, R, D, runs, channel_blocks, x.stride(0), x.stride(1),
-        dy.stride(0), dy.stride(1),
-        num_warps=1, W=W, SILU=silu, ROWS=COLUMN_ROWS, CHANNELS=COLUMN_CHANNELS, RUN=RUN,
-        TAPS=1 << W.bit_length(),
-    )  # fmt: skip
-    blocks, channel_blocks = -(-R // ROWS), -(-D // CHANNELS)
-    launch(
-        rows_bwd_kernel, B * blocks * channel_blocks,
-        w, dz, dx, R, D, blocks, channel_blocks, dz.stride(0), dz.stride(1),
-        num_warps=WARPS, W=W, ROWS=ROWS, CHANNELS=CHANNELS,
-    )  # fmt: skip
+    first = 0
+    for d in dy:
+        count = d.shape[2]
+        at = slice(first, first + count)
+        first += count
+        blocks = -(-count // CHANNELS)
+        launch(
+            convolution_bwd_kernel, B * runs * blocks,
+            before[..., at], x[..., at], w[at], None if b is None else b[at], d,
+            d_before[..., at], dx[..., at], parts[..., at], T, count, D, runs, blocks,
+            before.stride(0), before.stride(1), x.stride(0), x.stride(1), d.stride(0), d.stride(1),
+            num_warps=1, W=W, SILU=silu, CHANNELS=CHANNELS, ROWS=BACKWARD_ROWS, RUN=BACKWARD_RUN,
+        )  # fmt: skip
     total = parts.sum(0)
-    return dx, total[:W].mT.to(w.dtype), None if b is None else total[W].to(b.dtype)
+    db = None if b is None else total[W].to(b.dtype)
+    return d_before, dx, total[:W].mT.to(w.dtype), db

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from zeco.core.shapes import check_shapes
 from zeco.layers.history import read_history
 from zeco.operators.row_convolution import convolve_rows
 from zeco.sequence_parallel import SequenceParallel
+from zeco.sequence_parallel.methods.method import do_nothing
 
 Activation = Literal["silu", "none"]
 
@@ -75,7 +77,9 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: Tensor | None = None,
         output_state: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        sizes: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
+    ) -> tuple[Any, Tensor | None]:
         """Convolve this rank's tokens.
 
         Args:
@@ -86,13 +90,29 @@ class ShortConvolution(nn.Module):
                 ``cu_seqlens`` those before each document, [N, W-1, D], the same on every rank.
                 Zeros by default.
             output_state: whether to return the second value.
+            sizes: channels of parts, as queries, keys and values are, that are wanted one by one.
+            meanwhile: work to do while the tokens before the first are under way.
 
         Returns:
-            y [B, T, D], and the last W-1 tokens that this rank has seen, shaped as ``state``; with
-            ``cu_seqlens`` zero but for the documents that end on this rank.
+            y [B, T, D], or with ``sizes`` a tuple of its parts, and the last W-1 tokens that this rank
+            has seen, shaped as ``state``; with ``cu_seqlens`` zero but for the documents that end here.
         """
         check_shapes("ShortConvolution", {"x": (x, "B T D")}, D=self.channels)
-        history = read_history(x, self.kernel_width - 1, sp=sp, cu_seqlens=cu_seqlens, state=state)
-        y = convolve_rows(history.rows, self.weight, self.bias, silu=self.activation == "silu")
-        y = history.merge(y)
-        return y, history.leaving if output_state else None
+        history = read_history(
+            x,
+            self.kernel_width - 1,
+            sp=sp,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            meanwhile=meanwhile,
+        )
+        parts = convolve_rows(
+            history.context,
+            history.others,
+            self.weight,
+            self.bias,
+            silu=self.activation == "silu",
+            sizes=sizes,
+        )
+        parts = tuple(history.merge(part) for part in parts)
+        return parts[0] if sizes is None else parts, history.leaving if output_state else None

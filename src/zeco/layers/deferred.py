@@ -1,27 +1,29 @@
-"""What a layer needs only after its operator: work for the time in which a scan is in flight."""
+"""What a layer needs only after its operator or its halo: work for the time of an exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+
+ResultT = TypeVar("ResultT")
 
 
-class Deferred:
-    """A tensor that is computed while a scan is in flight, or at the latest when it is asked for.
+class Deferred(Generic[ResultT]):
+    """What is computed while an exchange is under way, or at the latest when it is asked for.
 
     The work runs as it would have where this was made: inside of an operator, where it may run,
     autograd, autocast and the precision of matrix products are the operator's own.
 
     Args:
-        work: returns the tensor; a function of nothing that the operator is given to differentiate.
+        work: returns it; a function of nothing that the operator is given to differentiate.
         device: where it computes.
     """
 
-    def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
-        self._work: Callable[[], Tensor] | None = work
-        self._value: Tensor | None = None
+    def __init__(self, work: Callable[[], ResultT], device: torch.device) -> None:
+        self._work: Callable[[], ResultT] | None = work
+        self._value: ResultT | None = None
         self._records = torch.is_grad_enabled()
         self._device_type = device.type
         self._autocasts = torch.is_autocast_enabled(device.type)
@@ -29,7 +31,7 @@ class Deferred:
         self._precision = torch.get_float32_matmul_precision()
 
     def run(self) -> None:
-        """Compute the tensor, if it hasn't been."""
+        """Do the work, if it hasn't been done."""
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -44,8 +46,8 @@ class Deferred:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def result(self) -> Tensor:
-        """Return the tensor, once.
+    def result(self) -> ResultT:
+        """Return what it gave, once.
 
         Nothing of it is kept here: an operator keeps the exchange that it was called with, and so
         this object, until its backward pass.

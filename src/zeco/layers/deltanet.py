@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zeco.core.shapes import state_dtype
+from zeco.layers.deferred import Deferred
 from zeco.layers.gates import DiscretizedDecay, LowRank
 from zeco.layers.mixer import Call, HeadProjections, Mixer, head_dim
 from zeco.layers.norms import GatedRMSNorm
@@ -56,8 +57,9 @@ class DeltaNet(Mixer):
         self.out = nn.Linear(width, width, bias=False)
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
-        q, k, v = self.heads(x, call)
-        beta = _writing_strengths(self.beta(x), self.largest_beta)
+        strengths = Deferred(lambda: _writing_strengths(self.beta(x), self.largest_beta), x.device)
+        q, k, v = self.heads(x, call, strengths.run)
+        beta = strengths.result()
         o, final = delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel=True, **call.operator_keywords)
         call.keep(final)
         return self.out(self.norm(o).flatten(2))
@@ -112,15 +114,19 @@ class GatedDeltaNet(Mixer):
         self.decay.initialize(generator)
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
-        q, k, v = self.heads(x, call)
-        g = self.decay(self.step(x)).squeeze(-1)
-        beta = _writing_strengths(self.beta(x), self.largest_beta)
+        gates = Deferred(lambda: self._gates(x), x.device)
+        q, k, v = self.heads(x, call, gates.run)
+        g, beta = gates.result()
         gate = call.later(lambda: self.gate(x), x.device)
         o, final = gated_delta_rule(
             q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **call.operator_keywords
         )
         call.keep(final)
         return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        beta = _writing_strengths(self.beta(x), self.largest_beta)
+        return self.decay(self.step(x)).squeeze(-1), beta
 
 
 class KimiDeltaAttention(Mixer):
@@ -166,10 +172,13 @@ class KimiDeltaAttention(Mixer):
         self.decay.initialize(generator)
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
-        q, k, v = self.heads(x, call)
-        g = self.decay(self.step(x))
-        beta = _writing_strengths(self.beta(x), self.largest_beta)
+        gates = Deferred(lambda: self._gates(x), x.device)
+        q, k, v = self.heads(x, call, gates.run)
+        g, beta = gates.result()
         gate = call.later(lambda: self.gate(x).sigmoid(), x.device)
         o, final = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **call.operator_keywords)
         call.keep(final)
         return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decay(self.step(x)), _writing_strengths(self.beta(x), self.largest_beta)

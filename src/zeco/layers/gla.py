@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from zeco.layers.deferred import Deferred
 from zeco.layers.mixer import Call, HeadProjections, Mixer, head_dim
 from zeco.layers.norms import GatedRMSNorm
 from zeco.operators.gla import gla
@@ -69,10 +70,15 @@ class GatedLinearAttention(Mixer):
             bias.copy_(torch.linspace(0, 6, bias.numel() // self.num_heads).repeat(self.num_heads))
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
-        q, k, v = self.heads(x, call)
-        logits = self.decay_up(self.decay_down(x))
-        g = log_sigmoid_gate(logits, normalizer=self.gate_normalizer)
+        decays = Deferred(lambda: self._log_decays(x), x.device)
+        q, k, v = self.heads(x, call, decays.run)
         gate = call.later(lambda: self.gate(x), x.device)
-        o, final = gla(q, k, v, g.unflatten(-1, k.shape[2:]), **call.operator_keywords)
+        o, final = gla(
+            q, k, v, decays.result().unflatten(-1, k.shape[2:]), **call.operator_keywords
+        )
         call.keep(final)
         return self.out(self.norm(o, gate.result().view_as(o)).flatten(2))
+
+    def _log_decays(self, x: Tensor) -> Tensor:
+        logits = self.decay_up(self.decay_down(x))
+        return log_sigmoid_gate(logits, normalizer=self.gate_normalizer)

@@ -11,7 +11,9 @@ Here t are tokens, h is the halo from earlier ranks, c what lies before a docume
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from zeco.core.shapes import check_shapes
 from zeco.operators.function import SingleDevice
 from zeco.sequence_parallel import SequenceParallel
 from zeco.sequence_parallel.halo import halos
+from zeco.sequence_parallel.methods.method import do_nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +31,8 @@ class History:
     """This rank's tokens, each piece of a document behind the tokens that it may look back at.
 
     Attributes:
-        rows: contexts and tokens, [B, R, D].
+        context: the first rows, [B, reach, D].
+        others: all rows after them, [B, R - reach, D].
         reach: rows of each context.
         places: for each token the place, in rows, at which its context begins, [T]; None when these
             are simply the first T rows.
@@ -36,14 +40,16 @@ class History:
             [N, reach, D], zero but for the documents that end on this rank.
     """
 
-    rows: Tensor
+    context: Tensor
+    others: Tensor
     reach: int
     places: Tensor | None
     leaving: Tensor
 
     def back(self, distance: int) -> Tensor:
         """Return what lies ``distance`` (0 to reach) tokens before each token, [B, T, D]."""
-        return self.merge(self.rows[:, self.reach - distance : self.rows.shape[1] - distance])
+        rows = torch.cat([self.context, self.others], 1)
+        return self.merge(rows[:, self.reach - distance : rows.shape[1] - distance])
 
     def merge(self, y: Tensor) -> Tensor:
         """Take what belongs to tokens, [B, T, D], from what was made of windows of rows.
@@ -61,6 +67,7 @@ def read_history(
     sp: SequenceParallel | None = None,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
+    meanwhile: Callable[[], None] = do_nothing,
 ) -> History:
     """Put the tokens before them in front of a rank's tokens.
 
@@ -74,6 +81,7 @@ def read_history(
         cu_seqlens: global boundaries [N+1] of packed documents, or None.
         state: what lies before the sequence, [B, reach, D], used on the first rank; with
             ``cu_seqlens`` before each document, [N, reach, D], the same on every rank. None: zeros.
+        meanwhile: work to do while the halo is under way.
 
     Raises:
         ArgumentError: the state's shape doesn't fit.
@@ -91,18 +99,21 @@ def read_history(
     slots = exchange.locate(x.shape[1], cu_seqlens, x.shape[0])
     sizes = [pieces.num_tokens for pieces in slots]
     initial = state if cu_seqlens is None else None
-    if sp is not None:
-        lefts = halos(x, sizes, reach, sp, initial=initial)
-    else:  # nobody to ask
-        lefts = [x.new_zeros(x.shape[0], reach, x.shape[2]) if initial is None else initial]
+    lefts, x = halos(x, sizes, reach, sp, initial=initial, meanwhile=meanwhile)
     if cu_seqlens is None and len(slots) == 1:
-        rows = torch.cat([lefts[0], x], 1)
-        return History(rows, reach, None, rows[:, x.shape[1] :])
+        return History(lefts[0], x, reach, None, _last(lefts[0], x))
     history = _by_pieces(x, lefts, reach, slots, state, num_states)
     if cu_seqlens is None:
-        last = x[:, x.shape[1] - sizes[-1] :]
-        return replace(history, leaving=torch.cat([lefts[-1], last], 1)[:, sizes[-1] :])
+        return replace(history, leaving=_last(lefts[-1], x[:, x.shape[1] - sizes[-1] :]))
     return history
+
+
+def _last(context: Tensor, tokens: Tensor) -> Tensor:
+    """Return the last rows of a context and the tokens behind it, as many as the context has."""
+    reach, count = context.shape[1], tokens.shape[1]
+    if count >= reach:
+        return tokens[:, count - reach :]
+    return torch.cat([context, tokens], 1)[:, count:]
 
 
 def _by_pieces(
@@ -120,10 +131,10 @@ def _by_pieces(
     ended: list[Tensor] = []
     documents: list[int] = []
     row = reach * len(slots)
-    offset = 0
+    lengths = [stop - start for pieces in slots for start, stop in pairwise(pieces.bounds)]
+    split = iter(x.split(lengths, 1))
     for pieces, left in zip(slots, lefts, strict=True):
         for i, document in enumerate(pieces.documents):
-            start, stop = offset + pieces.bounds[i], offset + pieces.bounds[i + 1]
             before = _before(pieces, reach) if i == 0 else 0
             context = left[:, reach - before :]
             if before < reach:
@@ -131,18 +142,18 @@ def _by_pieces(
                     left.new_zeros(1, reach, x.shape[2]) if state is None else state[document, None]
                 )
                 context = torch.cat([own[:, before:], context], 1)
-            tokens = x[:, start:stop]
+            tokens = next(split)
             parts += [context, tokens]
-            places.append(torch.arange(row, row + stop - start, device=x.device))
-            row += reach + stop - start
+            places.append(torch.arange(row, row + tokens.shape[1], device=x.device))
+            row += reach + tokens.shape[1]
             if i in pieces.ended:
-                ended.append(torch.cat([context, tokens], 1)[:, stop - start :])
+                ended.append(_last(context, tokens))
                 documents.append(document)
-        offset += pieces.num_tokens
     if ended:
         index = torch.tensor(documents, device=x.device)
         finals = finals.index_copy(0, index, torch.cat(ended))
-    return History(torch.cat(parts, 1), reach, torch.cat(places), finals)
+    rows = torch.cat(parts, 1)
+    return History(rows[:, :reach], rows[:, reach:], reach, torch.cat(places), finals)
 
 
 def _before(pieces: Pieces, reach: int) -> int:

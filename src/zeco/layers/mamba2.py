@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeco.core.errors import ArgumentError
+from zeco.layers.deferred import Deferred
 from zeco.layers.gates import DiscretizedDecay
 from zeco.layers.mixer import Call, HeadProjections, Mixer, head_dim
 from zeco.operators.ssd import ssd
@@ -68,8 +69,9 @@ class Mamba2(Mixer):
         nn.init.ones_(self.skip)
 
     def mix(self, x: Tensor, call: Call) -> Tensor:
-        B, C, values = self.heads(x, call)
-        dt = self.decay.steps(self.step(x))
+        steps = Deferred(lambda: self.decay.steps(self.step(x)), x.device)
+        B, C, values = self.heads(x, call, steps.run)
+        dt = steps.result()
         gate = call.later(lambda: F.silu(self.gate(x)), x.device)
         o, final = ssd(values, dt, self.decay.rates(), B, C, self.skip, **call.operator_keywords)
         call.keep(final)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -16,6 +16,7 @@ from zeco.layers.convolution import Activation, ShortConvolution
 from zeco.layers.deferred import Deferred
 from zeco.layers.history import History, read_history
 from zeco.sequence_parallel import SequenceParallel
+from zeco.sequence_parallel.methods.method import do_nothing
 
 
 class MixerState(NamedTuple):
@@ -73,7 +74,7 @@ class Call:
         self._histories: list[Tensor] = []
         self._num_read = 0
         self._recurrent: Tensor | None = None
-        self._deferred: Deferred | None = None
+        self._deferred: Deferred[Tensor] | None = None
 
     @property
     def operator_keywords(self) -> OperatorKeywords:
@@ -88,7 +89,7 @@ class Call:
             else self.sp.meanwhile(self._deferred.run),
         }
 
-    def later(self, work: Callable[[], Tensor], device: torch.device) -> Deferred:
+    def later(self, work: Callable[[], Tensor], device: torch.device) -> Deferred[Tensor]:
         """Put off what is needed only after the operator until its scan is in flight.
 
         To be called before `operator_keywords` is read, once a call; see `Deferred`.
@@ -105,18 +106,26 @@ class Call:
         """What `keep` kept in the call before."""
         return None if self._state is None else self._state.recurrent
 
-    def convolve(self, convolution: ShortConvolution, x: Tensor) -> Tensor:
-        """Convolve [B, T, D], continuing from this call's state."""
-        y, leaving = convolution(
+    def convolve(
+        self,
+        convolution: ShortConvolution,
+        x: Tensor,
+        sizes: Sequence[int],
+        meanwhile: Callable[[], None],
+    ) -> tuple[Tensor, ...]:
+        """Convolve [B, T, D], continuing from this call's state; return parts of so many channels."""
+        parts, leaving = convolution(
             x,
             sp=self.sp,
             cu_seqlens=self.cu_seqlens,
             state=self.take_history(),
             output_state=self.output_state,
+            sizes=sizes,
+            meanwhile=meanwhile,
         )
         if leaving is not None:
             self.keep_history(leaving)
-        return y
+        return parts
 
     def look_back(self, x: Tensor, reach: int) -> History:
         """Put the tokens before them in front of tokens [B, T, D], continuing from the state."""
@@ -278,14 +287,22 @@ class HeadProjections(nn.Module):
             ShortConvolution(channels, conv_width, activation=activation) if conv_width else None
         )
 
-    def forward(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
-        """Return [B, T, heads, dim] for each of the shapes."""
+    def forward(
+        self, x: Tensor, call: Call, meanwhile: Callable[[], None] = do_nothing
+    ) -> tuple[Tensor, ...]:
+        """Return [B, T, heads, dim] for each of the shapes.
+
+        Args:
+            x: [B, T, D].
+            call: the mixer's call.
+            meanwhile: work to do while the convolution's halo is under way; left alone without one.
+        """
         y = self.projection(x)
+        sizes = [heads * dim for heads, dim in self.shapes]
         if self.convolution is not None:
-            y = call.convolve(self.convolution, y)
-        elif self.activation == "silu":
-            y = F.silu(y)
-        parts = y.split([heads * dim for heads, dim in self.shapes], -1)
+            parts = call.convolve(self.convolution, y, sizes, meanwhile)
+        else:
+            parts = (F.silu(y) if self.activation == "silu" else y).split(sizes, -1)
         return tuple(
             part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)
         )

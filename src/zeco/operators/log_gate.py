@@ -14,31 +14,31 @@ from zeco.operators.backends import choose_backend
 
 
 class _LogGateFunction(torch.autograd.Function):
-    """Log decays by a Triton kernel; the logits are kept, in their own dtype."""
+    """Log decays by a Triton kernel; what is kept are they, as operators keep them too."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, normalizer: float) -> Tensor:
         from zeco.kernels.log_gate import log_gate_fwd
 
-        logits = logits.contiguous()
-        ctx.save_for_backward(logits)
-        ctx.normalizer = normalizer
-        return log_gate_fwd(logits, normalizer=normalizer)
+        g = log_gate_fwd(logits.contiguous(), normalizer=normalizer)
+        ctx.save_for_backward(g)
+        ctx.dtype, ctx.normalizer = logits.dtype, normalizer
+        return g
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor | None, ...]:
         from zeco.kernels.log_gate import log_gate_bwd
 
-        (logits,) = ctx.saved_tensors
-        return log_gate_bwd(logits, d_g.contiguous(), normalizer=ctx.normalizer), None
+        (g,) = ctx.saved_tensors
+        return log_gate_bwd(g, d_g.contiguous(), ctx.dtype, normalizer=ctx.normalizer), None
 
 
 def log_sigmoid_gate(logits: Tensor, *, normalizer: float = 1.0) -> Tensor:
     """Return ``log sigmoid(x) / τ`` in fp32 (fp64 for fp64 logits): log decays, all <= 0.
 
     Logits in bf16 would otherwise round decays near 1 to no decay at all. On CUDA it is a kernel
-    forwards and one backwards, which keeps the logits only.
+    forwards and one backwards, which keeps the decays only.
 
     Args:
         logits: x, of any shape.

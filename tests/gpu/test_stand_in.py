@@ -1,0 +1,34 @@
+"""A middle rank without neighbours, from whom zeros come, computes what a lone rank does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeco import SequenceParallel
+from zeco.layers import GatedLinearAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("algorithm", ["chain", "device_chain"])
+def test_zeros_change_nothing(algorithm):
+    from zeco.benchmarks.stand_in import StandInTransport
+
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(128, 2, conv_width=4).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 500, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    d_y = torch.randn_like(x)
+    transport = StandInTransport(4, 8, hop_us=5.0, cycles_per_us=1700.0)
+    results = []
+    for sp in (None, *(2 * [SequenceParallel(transport, algorithm=algorithm)])):
+        y, _ = layer(x, sp=sp)
+        results.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], d_y)])
+        transport.join()
+    expected, *others = results
+    for found in others:
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).float().norm() / b.float().norm()) < 1e-2
