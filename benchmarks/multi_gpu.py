@@ -1,130 +1,331 @@
-"""All GPUs of a host: every operator and method over NCCL against one GPU, then the scans' times.
+"""All GPUs of a host in one call: right first, then scans, layers, a model and its longest sequence.
 
-Run as ``torchrun --standalone --nproc-per-node GPUS benchmarks/multi_gpu.py --out DIR``. It ends before
-it measures if anything is wrong. NVLink multicast is left as the environment has it.
+    python benchmarks/multi_gpu.py --out benchmarks/results
+
+It starts a process for each GPU. Parts, any of which --parts picks:
+
+check      every operator and method on all GPUs against one: outputs, states and gradients
+scans      All-Scan inside kernels, driven by the host, and NCCL's collectives, by the state's size
+layers     operators under every method, no sequence parallelism, and FLA's context parallelism
+model      a 1B model, FSDP2: a sequence over all GPUs against one a GPU, and a trace of the scans
+longest    the longest sequence on which that model trains
+
+Each has its time (--limits PART=SECONDS): when that is over it starts nothing more and keeps what it
+has; a part that hangs is ended, and the others run without it. A part times only what it has found right
+itself. Figures are stored as they come, as gpus_RANKS.json; charts as PNG beside it. On one GPU
+there are virtual ranks where a part knows them, and what it skips is said. --device cpu --tiny tries it
+all without GPUs. NVLink multicast is left as the environment has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import os
-import statistics
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import zeco
+from zeco.benchmarks.gpus import charts, fla_cp
+from zeco.benchmarks.gpus.check import check, check_virtual
+from zeco.benchmarks.gpus.layers import (
+    LayerCase,
+    LayerSizes,
+    measure_layers,
+    prepare_cases,
+    prepare_peer,
+)
+from zeco.benchmarks.gpus.scans import ScanSizes, measure_scans
+from zeco.benchmarks.gpus.store import HELPER, Store, Watch, has_ended
+from zeco.benchmarks.gpus.team import Team, Told, new_group
 from zeco.benchmarks.record import write_record
-from zeco.core.transitions import Diagonal
-from zeco.testing.cases import CASES, SETTINGS
-from zeco.testing.conformance import Problem, relative_errors
+from zeco.models import ModelConfig
+from zeco.testing.cases import SETTINGS
+from zeco.training.launch import World, launch
 
-METHODS = ("zeco", "lasp1", "lasp2", "ulysses")
-SETTINGS_CHECKED = {
-    **{name: SETTINGS[name] for name in ("plain", "packed", "zigzag")},
-    # Head sizes that the Triton kernels take.
-    "wide": replace(SETTINGS["plain"], name="wide", key_dim=64, value_dim=64, length=1000),
+sys.path.append(str(Path(__file__).parent))  # for what lies beside this file
+from multi_gpu_model import (
+    ModelSizes,
+    measure_longest,
+    measure_model,
+    prepare_model,
+)
+
+VIRTUAL_RANKS = 4
+LIMITS_S = {
+    "prepare": 120.0,
+    "check": 90.0,
+    "scans": 60.0,
+    "layers": 120.0,
+    "model": 90.0,
+    "longest": 90.0,
 }
-BOUND = 2e-5  # fp32 on a GPU against one GPU
-SCANS = (("chain", 1), ("chain", 4), ("chain", 16), ("gather", None), ("doubling", None))
-MIB = (0.25, 1, 2, 8, 64)
-REPETITIONS = 30
+"""Seconds of each part; "prepare": since the start, at most waited for kernels before what is timed."""
 
 
-def check(device: torch.device) -> dict[str, float]:
-    """Return the largest error of every operator and method; the same on every rank."""
-    errors: dict[str, float] = {}
-    for name, case in CASES.items():
-        for setting in SETTINGS_CHECKED.values():
-            problem = Problem(case, setting, torch.float32, device=device)
-            expected = problem.one_rank()
-            for method in METHODS:
-                if method == "ulysses" and setting.heads % dist.get_world_size():
-                    continue
-                tokens, results = problem.on_rank(dist.group.WORLD, method=method)
-                mine = tokens, {n: x.cpu() for n, x in results.items()}
-                parts: list = [None] * dist.get_world_size()
-                dist.all_gather_object(parts, mine)
-                found = relative_errors(
-                    problem.join(parts), {n: x.cpu() for n, x in expected.items()}
-                )
-                errors[f"{name}, {setting.name}, {method}"] = max(found.values())
-    return errors
+def run_check(team: Team, given: argparse.Namespace, told: Told) -> dict[str, Any]:
+    names = ("gla", "kda", "linear_attention") if given.tiny and not team.on_gpu else ()
+    if team.size == 1:
+        return check_virtual(team, told, num_ranks=VIRTUAL_RANKS, names=names)
+    if given.tiny:
+        return check(team, told, settings=[SETTINGS["plain"]], names=names)
+    return check(team, told, names=names)
 
 
-def time_us(function, device: torch.device) -> float:
-    """Return the median time of a call on the GPU, the slowest rank's."""
-    for _ in range(5):
-        function()
-    times = []
-    for _ in range(REPETITIONS):
-        dist.barrier(device_ids=[device.index])
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    median = torch.tensor([statistics.median(times)], device=device)
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return float(median)
+def run_scans(team: Team, given: argparse.Namespace, told: Told) -> dict[str, Any]:
+    sizes = ScanSizes()
+    if given.tiny:
+        sizes = ScanSizes(mib=(0.01,), head_dim=16, rounds=2, repetitions=2)
+        if team.on_gpu:
+            sizes = ScanSizes(mib=(2.0, 0.25), repetitions=2)
+    return measure_scans(team, told, sizes)
 
 
-def measure(device: torch.device) -> list[dict[str, object]]:
-    """Time All-Scan driven by the host and NCCL's own all-gather, for several states."""
-    rows: list[dict[str, object]] = []
-    for mib in MIB:
-        heads = max(1, int(mib * 2**20) // (128 * 128 * 4))
-        update = torch.randn(1, heads, 128, 128, device=device)
-        decay = Diagonal(-torch.rand(1, heads, 128, device=device))
-        whole = update.new_empty(dist.get_world_size(), *update.shape)
-        row: dict[str, object] = {
-            "state_mib": mib,
-            "nccl_all_gather_us": time_us(
-                lambda whole=whole, update=update: dist.all_gather(list(whole), update), device
-            ),
-        }
-        for algorithm, blocks in SCANS:
-
-            def scan(update=update, decay=decay, algorithm=algorithm, blocks=blocks) -> None:
-                with torch.no_grad():
-                    zeco.all_scan(update, decay, algorithm=algorithm, num_blocks=blocks)
-
-            row[f"{algorithm}_{blocks or ''}_us".replace("__", "_")] = time_us(scan, device)
-        rows.append(row)
-    return rows
+def run_layers(team: Team, given: argparse.Namespace, told: Told) -> dict[str, Any]:
+    return measure_layers(team, told, layer_sizes(given))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    errors = check(device)
-    worst = max(errors, key=errors.__getitem__)
-    if dist.get_rank() == 0:
-        print(f"{len(errors)} checks, largest error {errors[worst]:.1e} ({worst})", flush=True)
-    failed = {name: error for name, error in errors.items() if not error <= BOUND}
-    if failed:
-        print(f"rank {dist.get_rank()}: over {BOUND}: {failed}")
-        return 1
-    rows = measure(device)
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(row)
-        ranks = dist.get_world_size()
-        write_record(
-            given.out / f"multi_gpu_{ranks}.json",
-            command=f"torchrun --standalone --nproc-per-node {ranks} benchmarks/multi_gpu.py",
-            figures={"largest_error": errors[worst], "checks": len(errors), "scans": rows},
+def layer_sizes(given: argparse.Namespace) -> LayerSizes:
+    if not given.tiny:
+        return LayerSizes()
+    if given.device == "cuda":  # what FLA's kernels take, in few of them
+        cases = [LayerCase("gated_delta_rule", 1024, heads=2, head_dim=64)]
+        return LayerSizes(cases, check_tokens=256, repetitions=2)
+    cases = [LayerCase(op, 64, heads=2, head_dim=16) for op in ("gla", "kda")]
+    return LayerSizes(cases, check_tokens=32, dtype=torch.float32, repetitions=2)
+
+
+def run_model(team: Team, given: argparse.Namespace, told: Told) -> dict[str, Any]:
+    path = record_path(given)
+    picture = path.with_name(f"{path.stem}_timeline.png")
+    return measure_model(team, told, model_sizes(given), picture)
+
+
+def run_longest(team: Team, given: argparse.Namespace, told: Told) -> dict[str, Any]:
+    return measure_longest(team, told, model_sizes(given))
+
+
+def model_sizes(given: argparse.Namespace) -> ModelSizes:
+    if not given.tiny:
+        return ModelSizes()
+    # Key dims of 12 are none that kernels have to be compiled for.
+    config = ModelConfig(width=48, num_layers=2, num_heads=2)
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    return ModelSizes(config, tokens=64, repetitions=2, dtype=dtype, longest=256)
+
+
+def preparations(given: argparse.Namespace) -> dict[str, Callable[[Team], None]]:
+    """Return what compiles the kernels of the parts that are timed, by name: jobs of their own."""
+    jobs: dict[str, Callable[[Team], None]] = {}
+    if "layers" in given.parts:
+        sizes = layer_sizes(given)
+        for key in dict.fromkeys((case.op, case.heads) for case in sizes.cases):
+            mine = [case for case in sizes.cases if (case.op, case.heads) == key]
+            some = replace(sizes, cases=mine)
+            jobs[f"{key[0]}-{key[1]}"] = partial(prepare_cases, sizes=some)
+            if key[0] in fla_cp.OPERATORS:
+                jobs[f"{key[0]}-{key[1]}-fla"] = partial(prepare_peer, sizes=some)
+    if "model" in given.parts or "longest" in given.parts:
+        jobs["model"] = partial(prepare_model, sizes=model_sizes(given))
+    return jobs
+
+
+RUNS: dict[str, Callable[[Team, argparse.Namespace, Told], dict[str, Any]]] = {
+    "check": run_check,
+    "scans": run_scans,
+    "layers": run_layers,
+    "model": run_model,
+    "longest": run_longest,
+}
+
+
+def run_parts(
+    world: World, given: argparse.Namespace, parts: list[str], folder: Path, started: float
+) -> None:
+    """Run parts one after the other; on every rank."""
+    store = Store(folder)
+    if not dist.is_initialized():
+        join_alone(world.device, folder / f"alone-{started}")
+    group = new_group(world.size, world.device)
+    for part in parts:
+        if part != "check":
+            prepared = wait_until_prepared(store, given)
+            Team(group, world.device).gather()
+            if world.rank == 0:
+                store.put("prepared", prepared)
+        begun = time.monotonic()
+        if world.rank == 0:
+            store.begin(part)
+
+        def told(figures: dict[str, Any], part: str = part, begun: float = begun) -> None:
+            if world.rank == 0:
+                store.put(part, figures)
+                print(f"{part}: {time.monotonic() - begun:.1f} s, {extent(figures)}", flush=True)
+
+        team = Team(group, world.device, begun + given.limits[part])
+        figures = RUNS[part](team, given, told)
+        team.gather()
+        figures["seconds"] = round(time.monotonic() - begun, 1)
+        told(figures)
+        if world.rank == 0:
+            print(f"{part}: ended{'' if figures['complete'] else ', not complete'}", flush=True)
+            store.end()
+        del figures
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def extent(figures: dict[str, Any]) -> str:
+    """Say how far a part has come."""
+    if "rows" in figures:
+        return f"{len(figures['rows'])} rows"
+    if "errors" in figures:
+        return (
+            f"{len(figures['errors'])} checks, largest error {figures.get('largest_error', 0):.1e}"
         )
-    dist.destroy_process_group()
-    return 0
+    return "steps timed"
+
+
+def prepare(name: str, number: int, given: argparse.Namespace, folder: Path) -> None:
+    """Do one of the `preparations`, in a process of its own, beside the ranks' first part."""
+    device = torch.device(given.device)
+    if given.device == "cuda":
+        time.sleep(number + 1)  # into the machine's memory one by one, the ranks first
+        device = torch.device("cuda", number % given.ranks)
+        torch.cuda.set_device(device)
+    try:
+        join_alone(device, folder / f"prepare-{number}")
+        assert dist.group.WORLD is not None
+        preparations(given)[name](Team(dist.group.WORLD, device))
+    finally:
+        Store(folder).put(f"prepared-{name}", round(time.time() - given.started, 1))
+
+
+def start_preparing(given: argparse.Namespace, folder: Path) -> None:
+    """Start all preparations; they end with this process, or by themselves."""
+    context = multiprocessing.get_context("spawn")
+    for number, name in enumerate(preparations(given)):
+        arguments = (name, number, given, folder)
+        context.Process(
+            target=prepare, args=arguments, name=f"{HELPER}-{name}", daemon=True
+        ).start()
+
+
+def wait_until_prepared(store: Store, given: argparse.Namespace) -> dict[str, Any]:
+    """Wait for the preparations, which would disturb what is timed; return when they had ended."""
+    names = list(preparations(given))
+    while time.time() < given.started + given.limits["prepare"]:
+        if all(store.get(f"prepared-{name}") is not None for name in names):
+            break
+        time.sleep(0.2)
+    return {name: store.get(f"prepared-{name}") for name in names}
+
+
+def join_alone(device: torch.device, rendezvous: Path) -> None:
+    """Make a process group of this process."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    where = f"file://{rendezvous}"
+    dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
+
+
+def run_all(given: argparse.Namespace, store: Store) -> None:
+    """Run all parts; where one brings its ranks down, run the rest on new ones."""
+    start_preparing(given, store.folder)
+    left = list(given.parts)
+    while left:
+        store.end()
+        try:
+            launch(
+                run_parts, given, left, store.folder, time.time(),
+                num_ranks=given.ranks, device=given.device,
+            )  # fmt: skip
+        except Exception as error:  # RankFailedError; with one rank, which is this process, any
+            traceback.print_exception(error)
+            running = store.get("running")
+            # Without one, they fell before the first part, between parts or behind the last.
+            after = next((part for part in left if not has_ended(store.get(part))), None)
+            failed = after if running is None else running["part"]
+            if failed is not None:
+                store.fail(failed, str(error))
+        left = [part for part in left if not has_ended(store.get(part))]
+
+
+def record_path(given: argparse.Namespace) -> Path:
+    return given.out / f"gpus_{given.ranks}.json"
+
+
+def write(given: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Write the record of the figures so far."""
+    write_record(
+        record_path(given),
+        command="python " + shlex.join(sys.argv),
+        figures={"ranks": given.ranks, "device": given.device, **figures},
+    )
+
+
+def draw(given: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Draw the charts that there are figures for."""
+    machine = f"{given.ranks} x {given.machine}" if given.ranks > 1 else given.machine
+    drawn = {"scans": charts.draw_scans, "layers": charts.draw_layers}
+    for part, chart in drawn.items():
+        if figures.get(part, {}).get("rows"):
+            path = record_path(given)
+            chart(path.with_name(f"{path.stem}_{part}.png"), figures[part], machine)
+
+
+def limit(text: str) -> tuple[str, float]:
+    part, _, seconds = text.partition("=")
+    if part not in LIMITS_S:
+        raise argparse.ArgumentTypeError(f"{part!r} isn't one of {', '.join(LIMITS_S)}")
+    return part, float(seconds)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for JSON and charts")
+    parser.add_argument("--parts", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--limits", nargs="*", default=[], type=limit, metavar="PART=SECONDS")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", type=int, help="left out: a rank for each GPU")
+    parser.add_argument("--tiny", action="store_true", help="sizes to try the script itself with")
+    given = parser.parse_args(arguments)
+    given.limits = {**LIMITS_S, **dict(given.limits)}
+    given.started = time.time()
+    if given.ranks is None:
+        given.ranks = torch.cuda.device_count() if given.device == "cuda" else 2
+    given.machine = torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu"
+    return given
+
+
+def main(arguments: list[str]) -> int:
+    # Streams of scans, messages and parameters are more than the 8 that a GPU serves by default.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="zeco-gpus-") as folder:
+        store = Store(Path(folder))
+        try:
+            with Watch(store, ("prepared", *RUNS), given.limits, partial(write, given)):
+                run_all(given, store)
+        finally:  # whoever ends this early keeps what there is
+            figures = store.figures(RUNS)
+            draw(given, figures)
+    bad = [part for part, found in figures.items() if "failed" in found or found.get("wrong")]
+    for part in bad:
+        print(f"{part}: {figures[part].get('failed') or figures[part]['wrong']}", file=sys.stderr)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -37,13 +37,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_in_turn(
-    runs: Mapping[KeyT, Run], device: torch.device, repetitions: int
+    runs: Mapping[KeyT, Run],
+    device: torch.device,
+    repetitions: int,
+    *,
+    meet: Callable[[], None] | None = None,
 ) -> dict[KeyT, list[float]]:
     """Return the seconds of every run, all of them once in each repetition, in alternating order.
 
     A change of the device's clock or load so meets them all alike. On CUDA the time is the
     device's, from an empty queue to its last kernel, so that launches count where they are slower
     than the kernels.
+
+    Args:
+        runs: by name.
+        device: where they run.
+        repetitions: of each.
+        meet: called before each, untimed: lets several ranks begin together.
     """
     found: dict[KeyT, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -52,12 +62,14 @@ def time_in_turn(
     for repetition in range(repetitions):
         order = list(runs.items())
         for name, run in order if repetition % 2 else reversed(order):
-            found[name].append(_time(run, device))
+            found[name].append(_time(run, device, meet))
     return found
 
 
-def _time(run: Run, device: torch.device) -> float:
+def _time(run: Run, device: torch.device, meet: Callable[[], None] | None) -> float:
     synchronize(device)
+    if meet is not None:
+        meet()
     if device.type != "cuda":
         start = time.perf_counter()
         run()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from zeco.core.errors import ArgumentError, ConfigError, unknown_name
 from zeco.models.causal_lm import CausalLM
@@ -26,11 +28,22 @@ def save_model(model: CausalLM, folder: Path) -> None:
         model: its parameters are written in their dtype.
         folder: files of the same names in it are replaced.
     """
+    save_weights(model.config, model.state_dict(), folder)
+
+
+def save_weights(config: ModelConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write what `save_model` writes, from the parts of a model.
+
+    Args:
+        config: of the model.
+        weights: its parameters by name.
+        folder: files of the same names in it are replaced.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(dataclasses.asdict(model.config), indent=2)
-    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_FILE)
+    text = json.dumps(dataclasses.asdict(config), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, folder / WEIGHTS_FILE)
 
 
 def load_model(folder: Path, *, device: torch.device | str = "cpu") -> CausalLM:

@@ -1,15 +1,15 @@
 """Checkpoints: the model to use, and all that is needed to go on training.
 
 A folder ``step-000200`` holds the model as `zeco.models` writes it, ``optimizer.safetensors`` and
-``training.json``. Parameters are the same on every rank, so rank 0 writes alone and any number of
-ranks can go on. A folder has its name only once it is complete.
+``training.json``. They are whole, however the parameters were cut over the ranks, so any number of
+ranks can go on; rank 0 writes alone. A folder has its name only once it is complete.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,15 +18,22 @@ from torch import Tensor, nn
 
 from zeco.core.errors import ArgumentError
 from zeco.models import CausalLM
-from zeco.models.io import load_model, save_model
+from zeco.models.io import load_model, save_weights
+from zeco.training.sharding import cut_like, join_parts
 
 _PREFIX = "step-"
 
 
 def save_checkpoint(
-    folder: Path, model: CausalLM, optimizer: torch.optim.AdamW, *, step: int, config_toml: str
-) -> Path:
-    """Write a checkpoint and return its folder; call it on one rank.
+    folder: Path,
+    model: CausalLM,
+    optimizer: torch.optim.AdamW,
+    *,
+    step: int,
+    config_toml: str,
+    writes: bool,
+) -> Path | None:
+    """Write a checkpoint on one rank and return its folder, None on the others; all call this.
 
     Args:
         folder: where checkpoints of the run lie.
@@ -34,13 +41,18 @@ def save_checkpoint(
         optimizer: its optimizer.
         step: steps done.
         config_toml: the run's configuration, kept beside the model for the reader.
+        writes: whether this is the rank that does.
     """
+    weights = _gather(model.state_dict().items(), writes=writes)
+    moments = _gather(_moments(model, optimizer), writes=writes)
+    if not writes:
+        return None
     complete = folder / f"{_PREFIX}{step:06d}"
     unfinished = folder / f".unfinished-{complete.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    save_model(model, unfinished)
-    save_file(dict(_moments(model, optimizer)), unfinished / "optimizer.safetensors")
+    save_weights(model.config, weights, unfinished)
+    save_file(moments, unfinished / "optimizer.safetensors")
     (unfinished / "training.json").write_text(json.dumps({"step": step}) + "\n")
     (unfinished / "train.toml").write_text(config_toml, encoding="utf-8")
     if complete.exists():
@@ -85,11 +97,13 @@ def load_checkpoint(folder: Path, model: CausalLM, optimizer: torch.optim.AdamW)
                 f"checkpoint {folder}: {name} is {came}, but the configuration's model has "
                 f"{list(tensor.shape)}; resume with the configuration in {folder / 'train.toml'}"
             )
-    model.load_state_dict(saved)
+    model.load_state_dict(
+        {name: cut_like(saved[name], x) for name, x in model.state_dict().items()}
+    )
     moments = load_file(folder / "optimizer.safetensors")
     for name, p in _trained(model):
         state: dict[str, Tensor] = {
-            kind: moments[f"{kind}.{name}"].to(p.device) for kind in ("exp_avg", "exp_avg_sq")
+            kind: cut_like(moments[f"{kind}.{name}"], p) for kind in ("exp_avg", "exp_avg_sq")
         }
         # AdamW keeps its count of steps on the CPU.
         state["step"] = moments[f"step.{name}"].cpu()
@@ -104,4 +118,14 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _moments(model: nn.Module, optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:
     for name, p in _trained(model):
         for kind, value in optimizer.state[p].items():
-            yield f"{kind}.{name}", value.contiguous()
+            yield f"{kind}.{name}", value
+
+
+def _gather(tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> dict[str, Tensor]:
+    """Put tensors together that are cut over the ranks; the writer keeps them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        joined = join_parts(tensor)
+        if writes:
+            found[name] = joined.cpu().contiguous()
+    return found

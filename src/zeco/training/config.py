@@ -119,6 +119,8 @@ class ParallelConfig:
         method: the sequence-parallel method.
         algorithm: the scan that passes states on.
         num_blocks: pipeline blocks of a state; absent, the method's choice.
+        shard_parameters: whether parameters, gradients and optimizer states are cut over all ranks
+            (FSDP2), so that each keeps its part only.
     """
 
     sequence_ranks: int | None = None
@@ -126,6 +128,7 @@ class ParallelConfig:
     method: str = "zeco"
     algorithm: str = "auto"
     num_blocks: int | None = None
+    shard_parameters: bool = False
 
     def __post_init__(self) -> None:
         _need(self.data_ranks >= 1, "parallel.data_ranks", self.data_ranks, "at least 1")
@@ -144,7 +147,9 @@ class TrainConfig:
         sequence_length: tokens of a sequence, over all ranks that share it.
         accumulation: micro-batches that a step is cut into.
         seed: of the initial parameters and of the data's order.
-        dtype: of parameters and arithmetic.
+        dtype: of parameters, their gradients and the optimizer.
+        compute_dtype: of the model's arithmetic; absent, that of the parameters. Another one needs
+            ``parallel.shard_parameters``, which makes copies of parameters in it.
         device: ``auto`` takes CUDA where there is one.
         eval_every: evaluate every so many steps; absent, before and after only.
         log_every: steps between lines of progress where no progress bar can be shown.
@@ -163,6 +168,7 @@ class TrainConfig:
     accumulation: int = 1
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
+    compute_dtype: Literal["bfloat16", "float32", "float64"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: int | None = None
     log_every: int = 20
@@ -182,6 +188,12 @@ class TrainConfig:
         for name in ("eval_every", "checkpoint_every"):
             value = getattr(self, name)
             _need(value is None or value >= 1, name, value, "at least 1, or none")
+        _need(
+            self.compute_dtype in (None, self.dtype) or self.parallel.shard_parameters,
+            "compute_dtype",
+            self.compute_dtype,
+            f"absent or {self.dtype!r} (dtype) without parallel.shard_parameters = true",
+        )
         parts = self.accumulation * self.parallel.data_ranks
         _need(
             self.batch_size % parts == 0,

@@ -20,9 +20,10 @@ from zeco.training.launch import World
 from zeco.training.mesh import Mesh, make_mesh
 from zeco.training.metrics import Reporter
 from zeco.training.optimizer import FlatGradients, learning_rate, make_optimizer
+from zeco.training.sharding import ShardedGradients, shard_model
 from zeco.training.step import NUM_EXTRA, Evaluation, evaluate, train_step
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def train(world: World, config: TrainConfig, options: RunOptions) -> TrainReport
     source = make_source(config)
     check_vocabulary(config, source)
     model = CausalLM(config.model, seed=config.seed).to(world.device, _DTYPES[config.dtype])
+    if config.parallel.shard_parameters:
+        shard_model(model, compute_dtype=_DTYPES[config.compute_dtype or config.dtype])
     optimizer = make_optimizer(model, config.optimizer)
     first = 0
     if options.resume is not None:
@@ -118,7 +121,7 @@ class _Run:
     def steps(self, first: int, last: int, *, writes: bool) -> TrainReport:
         """Do the steps after ``first`` up to ``last``; one rank writes."""
         config = self.config
-        gradients = FlatGradients(self.model.parameters(), num_extra=NUM_EXTRA)
+        gradients = self._gradients()
         before = after = self._evaluate(first)
         checkpoint: Path | None = None
         losses: list[float] = []
@@ -161,6 +164,12 @@ class _Run:
             checkpoint=checkpoint,
         )
 
+    def _gradients(self) -> FlatGradients | ShardedGradients:
+        parameters = self.model.parameters()
+        if self.config.parallel.shard_parameters:
+            return ShardedGradients(parameters)
+        return FlatGradients(parameters, num_extra=NUM_EXTRA)
+
     def _micro_batches(self, step: int) -> list[Batch]:
         """Return this replica's rows of a step's batch, in micro-batches."""
         rows = self.config.micro_batch_size
@@ -182,15 +191,14 @@ class _Run:
     def _save(self, step: int, *, writes: bool) -> Path | None:
         if self.config.out is None:
             return None
-        folder = None
-        if writes:
-            folder = save_checkpoint(
-                self.config.out,
-                self.model,
-                self.optimizer,
-                step=step,
-                config_toml=to_toml(self.config),
-            )
+        folder = save_checkpoint(
+            self.config.out,
+            self.model,
+            self.optimizer,
+            step=step,
+            config_toml=to_toml(self.config),
+            writes=writes,
+        )
         if dist.is_initialized():
             # A rank that goes on and fails must not end the one that still writes.
             dist.barrier()

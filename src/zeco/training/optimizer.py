@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeco.training.config import OptimizerConfig, ScheduleConfig
@@ -66,9 +67,25 @@ class FlatGradients:
             p.grad = self.gradients[offset : offset + p.numel()].view_as(p)
             offset += p.numel()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.all.device
+
     def zero(self) -> None:
         """Start a new step."""
         self.all.zero_()
+
+    def reduce(self, sums: Sequence[float]) -> list[float]:
+        """Sum the gradients over all ranks, and with them ``num_extra`` numbers, which are returned."""
+        self.extra.copy_(torch.tensor(sums, dtype=torch.float64))
+        if dist.is_initialized():
+            dist.all_reduce(self.all)
+        return self.extra.tolist()
+
+    def divide(self, divisor: float) -> None:
+        """Divide all gradients."""
+        self.gradients.div_(divisor)
 
     def clip(self, largest: float | None) -> Tensor:
         """Scale all gradients so that their common norm is at most ``largest``.

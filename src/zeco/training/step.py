@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from zeco.core.errors import ArgumentError
 from zeco.sequence_parallel import SequenceParallel, cross_entropy, shard_batch
 from zeco.training.optimizer import FlatGradients
+from zeco.training.sharding import ShardedGradients
 
 Batch = dict[str, Tensor]
 NUM_EXTRA = 4  # sums that travel with the gradients: loss, counted tokens, waited and elapsed time
@@ -60,7 +61,7 @@ class Evaluation:
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    gradients: FlatGradients,
+    gradients: FlatGradients | ShardedGradients,
     micro_batches: Sequence[Batch],
     sp: SequenceParallel,
     *,
@@ -71,7 +72,7 @@ def train_step(
     Args:
         model: called as ``model(input_ids, sp=sp, position_ids=...)``.
         optimizer: its learning rates set for this step.
-        gradients: over the model's parameters, with ``num_extra=NUM_EXTRA``.
+        gradients: over the model's parameters, with ``num_extra=NUM_EXTRA`` or sharded.
         micro_batches: this replica's whole sequences, the same on all ranks that share them;
             tensors input_ids and labels [B, L].
         sp: the ranks that share sequences.
@@ -81,7 +82,7 @@ def train_step(
         ArgumentError: no label of the step is to be counted.
     """
     started, waited = time.perf_counter(), sp.exposed_wait_s
-    device = gradients.all.device
+    device = gradients.device
     gradients.zero()
     loss_sum = torch.zeros((), dtype=torch.float64)
     num_tokens = 0
@@ -89,20 +90,19 @@ def train_step(
         local = shard_batch(to_device(whole, device), sp)
         logits = model(local["input_ids"], sp=sp, position_ids=local["position_ids"])
         loss = cross_entropy(logits, local["shift_labels"], sp, reduction="sum")
-        loss.backward()
+        # With one GPU a rank, a second thread for its backward pass only costs the hand-over.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
         loss_sum += loss.detach().double().cpu()
         num_tokens += _count(whole["labels"])
     # All ranks of a sequence know its loss and count: one of them reports.
     reports = 1.0 if sp.rank == 0 else 0.0
     seconds = time.perf_counter() - started
     sums = [float(loss_sum) * reports, num_tokens * reports, sp.exposed_wait_s - waited, seconds]
-    gradients.extra.copy_(torch.tensor(sums, dtype=torch.float64))
-    if dist.is_initialized():
-        dist.all_reduce(gradients.all)
-    total_loss, total_tokens, total_waited, total_seconds = gradients.extra.tolist()
+    total_loss, total_tokens, total_waited, total_seconds = gradients.reduce(sums)
     if not total_tokens:
         raise ArgumentError("the step's labels are all -100, so there is nothing to learn from")
-    gradients.gradients.div_(total_tokens)
+    gradients.divide(total_tokens)
     norm = gradients.clip(clip_norm)
     optimizer.step()
     return StepResult(
