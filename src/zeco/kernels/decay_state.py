@@ -21,7 +21,9 @@ from zeco.kernels.gate_sums import (
     add_product,
     after_each,
     half_decay,
+    pack,
     read_gates,
+    scale_exponent,
     sum_gates,
     total_gates,
     until_each,
@@ -60,7 +62,7 @@ def state_fwd_kernel(
     x_desc,
     y_desc,
     g_desc,
-    copy_desc,
+    scales_desc,
     update_ptr,
     decay_ptr,
     total_ptr,
@@ -81,15 +83,15 @@ def state_fwd_kernel(
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
     ADJOINT: tl.constexpr,
-    COPY: tl.constexpr,
+    PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Sum ``x yᵀ`` over a segment's tokens, decayed to its end (ADJOINT: to its start).
 
     x, y are k, v, or q, dO for the adjoint. Walked from the end that the decay is relative to, so that
     the sum is never rescaled. On the way it leaves each chunk's total, the ratio that the walking
-    passes scale states by after a chunk, whether any channel is strong, and (COPY) a floored copy of
-    the gates in base 2 and fp16.
+    passes scale states by after a chunk, whether any channel is strong, and (PACKED) what rows are
+    scaled by.
     """
     K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -115,24 +117,28 @@ def state_fwd_kernel(
         g = read_gates(g_desc, b, h, c * C, kb * BK, C, BK, FORM)
         x = tl.trans(x_desc.load([b, h, c * C, kb * BK]).reshape(C, BK))
         y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
-        exponent = sum_gates(g, weights, FORM) + passed[:, None]
-        scaled = (x.to(tl.float32) * tl.exp2(exponent)).to(y.dtype)
+        sums = sum_gates(g, weights, FORM)
+        scaled = (x.to(tl.float32) * tl.exp2(sums + passed[:, None])).to(y.dtype)
         state = add_product(state, scaled, y, EXACT)
-        whole, total = total_gates(g, C, FORM, COPY)
-        passed += whole
+        total = total_gates(g, C, FORM)
+        passed += total
         at = (bh.to(tl.int64) * num_chunks + c) * K + rows
         half = half_decay(total, LIMIT)
         if V_BLOCKS == 1 or vb == 0:
-            if COPY:
-                copy = tl.trans(g).to(tl.float16).reshape(1, 1, C, BK)
-                copy_desc.store([b, h, c * C, kb * BK], copy)
+            if PACKED:
+                if ADJOINT:
+                    middle = sums - 0.5 * total[:, None]
+                else:
+                    middle = 0.5 * total[:, None] - sums
+                scales = pack(tl.exp2(scale_exponent(middle, total, LIMIT)))
+                scales_desc.store([b, h, c * C, kb * BK], tl.trans(scales).reshape(1, 1, C, BK))
             tl.store(total_ptr + at, total, mask=in_k)
             # The ratio after a chunk belongs to it and its successor; the last of a segment has none.
             if ADJOINT:
                 tl.store(ratio_ptr + at - K, half * neighbour, mask=in_k & (step > 0))
             else:
                 tl.store(ratio_ptr + at, half * neighbour, mask=in_k)
-            any_strong = tl.max(tl.where(in_k & (total < LIMIT), 1, 0), 0)
+            any_strong = tl.max(tl.where(in_k & ((total < LIMIT) | (total != total)), 1, 0), 0)
             # With several blocks of channels the flags start at zero and any block may raise one.
             raised = (any_strong == 1) | (K_BLOCKS == 1)
             tl.store(strong_ptr + bh.to(tl.int64) * num_chunks + c, any_strong, mask=raised)
@@ -239,7 +245,7 @@ def entering_state(
     V: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):
-    """Return the state at a segment boundary with the rank's entering state injected.
+    """Return the state at a segment boundary with the rank's entering state, if any, injected.
 
     [rows, cols], rows along K and cols along V; transposed unless ROWS_FIRST.
     """
@@ -253,8 +259,10 @@ def entering_state(
         within = rows[None, :] * V + cols[:, None]
         inside = (rows < K)[None, :] & (cols < V)[:, None]
         passed = passed[None, :]
-    own = tl.load(state_ptr + at * K * V + within, mask=inside, other=0.0)
-    # Past a break nothing of it is read: not even a NaN gets from one document to another.
-    seen = inside & (passed != float("-inf"))
-    entering = tl.load(entering_ptr + bh.to(tl.int64) * K * V + within, mask=seen, other=0.0)
-    return own + tl.exp2(passed) * entering
+    state = tl.load(state_ptr + at * K * V + within, mask=inside, other=0.0)
+    if entering_ptr is not None:
+        # Past a break nothing of it is read: not even a NaN gets from one document to another.
+        seen = inside & (passed != float("-inf"))
+        entering = tl.load(entering_ptr + bh.to(tl.int64) * K * V + within, mask=seen, other=0.0)
+        state += tl.exp2(passed) * entering
+    return state

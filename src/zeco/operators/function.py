@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from zeco.core.documents import Pieces, check_cu_seqlens, local_pieces, whole
 from zeco.core.errors import ArgumentError
-from zeco.core.precision import true_fp32
+from zeco.core.precision import true_fp32, uses_tf32
 from zeco.core.shapes import state_dtype
 from zeco.operators.segment import (
     Exchange,
@@ -97,24 +97,24 @@ class SegmentFunction(torch.autograd.Function):
         operator: Operator,
         exchange: Exchange,
         slots: tuple[Pieces, ...],
-        initial: Tensor,
+        initial: Tensor | None,
         initials: Tensor | None,
         *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the exchange's forward."""
-        segments = _segments(operator, inputs, slots)
-        with _reported(exchange), _own_precision(initial.device):
-            found = exchange.forward(segments, initial, _split_initials(initials, slots))
+        segments, found = _run(operator, exchange, slots, initial, initials, inputs)
         ctx.operator, ctx.exchange, ctx.slots = operator, exchange, slots
         kept = [segment.keep() for segment in segments]
         ctx.num_kept = [len(tensors) for tensors in kept]
         saved = (tensor for tensors in kept for tensor in tensors)
         ctx.save_for_backward(initials, *found.entering, *inputs, *saved)
+        # Mostly nobody uses the finals: then no zeros are made for them.
+        ctx.set_materialize_grads(False)
         return _joined(found.o, 1), _joined(found.finals, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_o: Tensor, d_finals: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_o: Tensor | None, d_finals: Tensor | None) -> tuple[Any, ...]:
         """Run the exchange's backward."""
         exchange: Exchange = ctx.exchange
         slots: tuple[Pieces, ...] = ctx.slots
@@ -122,16 +122,25 @@ class SegmentFunction(torch.autograd.Function):
         entering, rest = rest[: len(slots)], rest[len(slots) :]
         num_inputs = len(rest) - sum(ctx.num_kept)
         inputs, kept = tuple(rest[:num_inputs]), iter(rest[num_inputs:])
-        with _reported(exchange), _own_precision(d_o.device):
+        first = cast("Tensor", inputs[0])
+        with _Reported(exchange), _own_precision(first.device):
             segments = _segments(ctx.operator, inputs, slots)
+            if d_o is None:
+                B, H, _, V = ctx.operator.state_shape(inputs)
+                d_o = first.new_zeros(B, first.shape[1], H, V)
+            # Whatever else exchanges states reads the finals' gradients, also a subclass.
+            alone = type(exchange) is SingleDevice
+            if d_finals is None and not (alone and segments[0].takes_none):
+                d_finals = _zero_states(ctx.operator, inputs, sum(len(p.documents) for p in slots))
             for segment, count in zip(segments, ctx.num_kept, strict=True):
+                segment.wanted = ctx.needs_input_grad[-num_inputs:]
                 segment.recall(tuple(islice(kept, count)))
             found = exchange.backward(
                 segments,
                 entering,
                 _split_initials(initials, slots),
-                d_o.split([p.num_tokens for p in slots], 1),
-                d_finals.split([len(p.documents) for p in slots], 0),
+                _cut(d_o, [p.num_tokens for p in slots], 1),
+                _cut(d_finals, [len(p.documents) for p in slots], 0),
             )
         d_inputs = [
             None if parts[0] is None else _joined([p for p in parts if p is not None], 1)
@@ -143,12 +152,29 @@ class SegmentFunction(torch.autograd.Function):
         return None, None, None, d_initial, _joined(d_fresh, 0) if d_fresh else None, *d_inputs
 
 
+def _run(
+    operator: Operator,
+    exchange: Exchange,
+    slots: tuple[Pieces, ...],
+    initial: Tensor | None,
+    initials: Tensor | None,
+    inputs: Inputs,
+) -> tuple[list[Segment], Outcome]:
+    """Run the exchange's forward on new segments; ``initial`` is None for zeros on one device."""
+    segments = _segments(operator, inputs, slots)
+    if initial is None and not segments[0].takes_none:
+        initial = _zero_states(operator, inputs, 1)[0]
+    given = cast("Tensor", initial), _split_initials(initials, slots)
+    with _Reported(exchange), _own_precision(cast("Tensor", inputs[0]).device):
+        return segments, exchange.forward(segments, *given)
+
+
 def _segments(operator: Operator, inputs: Inputs, slots: tuple[Pieces, ...]) -> list[Segment]:
     """Cut the inputs, tokens in dim 1, into the segments of the rank's slots."""
     if len(slots) == 1:
         return [operator.segment(inputs, slots[0])]
     sizes = [pieces.num_tokens for pieces in slots]
-    parts = [[None] * len(slots) if x is None else x.split(sizes, 1) for x in inputs]
+    parts = [[None] * len(slots) if x is None else _cut(x, sizes, 1) for x in inputs]
     return [
         operator.segment(tuple(part[slot] for part in parts), pieces)
         for slot, pieces in enumerate(slots)
@@ -158,30 +184,57 @@ def _segments(operator: Operator, inputs: Inputs, slots: tuple[Pieces, ...]) -> 
 def _split_initials(initials: Tensor | None, slots: tuple[Pieces, ...]) -> Sequence[Tensor | None]:
     if initials is None:
         return [None] * len(slots)
-    return initials.split([len(pieces.fresh) for pieces in slots], 0)
+    return _cut(initials, [len(pieces.fresh) for pieces in slots], 0)
+
+
+def _cut(x: Any, sizes: list[int], dim: int) -> Sequence[Any]:
+    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
+
+
+def _zero_states(operator: Operator, inputs: Inputs, count: int) -> Tensor:
+    """Return ``count`` states [n, B, H, K, V] of zeros."""
+    size = (count, *operator.state_shape(inputs))
+    return cast("Tensor", inputs[0]).new_zeros(size, dtype=state_dtype(*inputs))
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
+_NOTHING = nullcontext()
+
+
+def _own_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Keep autocast and TF32 away from states and gates, and let kernels start where tensors are.
+
+    To ask whether anything has to change for that takes less time than to change it.
+    """
+    kind = device.type
+    elsewhere = kind == "cuda" and device.index != torch.cuda.current_device()
+    if elsewhere or torch.is_autocast_enabled(kind) or uses_tf32(device):
+        return _switched(device)
+    return _NOTHING
+
+
 @contextmanager
-def _own_precision(device: torch.device) -> Generator[None]:
-    """Keep autocast and TF32 away from states and gates, and let kernels start where tensors are."""
-    where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _switched(device: torch.device) -> Generator[None]:
+    where = torch.cuda.device(device) if device.type == "cuda" else _NOTHING
     with where, torch.autocast(device.type, enabled=False), true_fp32(device):
         yield
 
 
-@contextmanager
-def _reported(exchange: Exchange | None) -> Generator[None]:
-    """Tell the other ranks about an error on its way out."""
-    try:
-        yield
-    except Exception as error:
-        if exchange is not None:
-            exchange.report_failure(error)
-        raise
+class _Reported:
+    """Tells the other ranks about an error on its way out."""
+
+    def __init__(self, exchange: Exchange | None) -> None:
+        self.exchange = exchange
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and self.exchange is not None:
+            self.exchange.report_failure(error)
 
 
 def operator_call(function: Callable[CallT, ResultT]) -> Callable[CallT, ResultT]:
@@ -189,7 +242,7 @@ def operator_call(function: Callable[CallT, ResultT]) -> Callable[CallT, ResultT
 
     @functools.wraps(function)
     def call(*args: CallT.args, **kwargs: CallT.kwargs) -> ResultT:
-        with _reported(cast("Exchange | None", kwargs.get("sp"))):
+        with _Reported(cast("Exchange | None", kwargs.get("sp"))):
             return function(*args, **kwargs)
 
     return call
@@ -232,23 +285,31 @@ def run_operator(
     shape = operator.state_shape(inputs)
     slots = exchange.locate(first.shape[1], cu_seqlens, shape[0])
     dtype = state_dtype(*inputs)
-    if initial_state is None:
-        documents = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        states = first.new_zeros((documents, *shape[1:]), dtype=dtype)
-    else:
+    states = None
+    if initial_state is not None:
         states = _checked_states(operator, initial_state, shape, cu_seqlens).to(dtype)
     heads = exchange.swap_heads(first.shape[1], cu_seqlens, shape[1], first.device)
     if heads is not None:
-        with _reported(exchange):
+        if states is None:
+            count = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+            states = first.new_zeros((count, *shape[1:]), dtype=dtype)
+        with _Reported(exchange):
             return _run_by_heads(
                 operator, inputs, states, output_final_state, cu_seqlens, exchange, slots, heads
             )
     initial, initials = states, None
     if cu_seqlens is not None:
-        initial = first.new_zeros(shape, dtype=dtype)
+        initial = None
         fresh = [pieces.documents[i] for pieces in slots for i in pieces.fresh]
-        initials = None if initial_state is None else states[fresh].unsqueeze(1)
-    o, finals = SegmentFunction.apply(operator, exchange, slots, initial, initials, *inputs)
+        initials = None if states is None else states[fresh].unsqueeze(1)
+    if initial is None and sp is not None:
+        initial = first.new_zeros(shape, dtype=dtype)
+    tensors = (initial, initials, *inputs)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        o, finals = SegmentFunction.apply(operator, exchange, slots, *tensors)
+    else:
+        _, found = _run(operator, exchange, slots, initial, initials, inputs)
+        o, finals = _joined(found.o, 1), _joined(found.finals, 0)
     if not output_final_state:
         return o, None
     if cu_seqlens is None:

@@ -61,11 +61,19 @@ class Segment(ABC):
     Args:
         inputs: the operator's tensors, [B, T, ...], in its own order.
         pieces: the documents' pieces among the T tokens.
+
+    Attributes:
+        wanted: for each input, whether anybody uses its gradient; None when all may be used. A
+            segment may save work by it: gradients that nobody uses may be left out.
     """
+
+    takes_none = False
+    """Whether None stands for zeros in ``entering`` and ``d_finals``."""
 
     def __init__(self, inputs: Inputs, pieces: Pieces) -> None:
         self.inputs = inputs
         self.pieces = pieces
+        self.wanted: Sequence[bool] | None = None
         self._leaves: Inputs = ()
         self._replayed: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
 
@@ -124,7 +132,7 @@ class Segment(ABC):
         return ()
 
     def recall(self, kept: tuple[Tensor, ...]) -> None:  # noqa: B027 (most keep nothing)
-        """Take what `keep` of another segment over the same inputs and initial states gave."""
+        """Take what `keep` of another segment gave, whose inputs and starting states were the same."""
 
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
         """Recompute the forward pass for `backward`."""

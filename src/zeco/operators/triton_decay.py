@@ -84,6 +84,8 @@ def _most(*dtypes: torch.dtype | None) -> int:
 class TritonDecaySegment(Segment):
     """One call of a decay operator on the kernels; the passes' states are kept once computed."""
 
+    takes_none = True
+
     def __init__(self, operator: DecayOptions, inputs: Inputs, pieces: Pieces) -> None:
         super().__init__(inputs, pieces)
         self.operator = operator
@@ -103,32 +105,32 @@ class TritonDecaySegment(Segment):
         self.rows = make_rows(pieces, chunk_of(dtype), operator.strict, q.device)
         self.slices = make_slices(v.shape[3], _most(dtype))
         # The kernels take the scale's logarithm.
-        self.scale, self.sign = (
-            (operator.scale, 1.0) if operator.scale > 0 else (1.0, operator.scale)
-        )
-        self.q = self._as_queries(q if self.sign == 1.0 else q * self.sign, dtype)
-        self.k = _ready(self.slices.repeat(self.rows.spread(k.to(dtype), self.rows.keys)))
-        self.v = _ready(self.slices.cut(self.rows.spread(v.to(dtype), self.rows.keys)))
+        scale = operator.scale
+        self.scale, self.sign = (scale, 1.0) if scale > 0 else (1.0, scale)
+        rows, slices = self.rows, self.slices
+        q = _cast(q if self.sign == 1.0 else q * self.sign, dtype)
+        self.q = _ready(slices.repeat(rows.spread(q, rows.queries)))
+        self.k = _ready(slices.repeat(rows.spread(_cast(k, dtype), rows.keys)))
+        self.v = _ready(slices.cut(rows.spread(_cast(v, dtype), rows.keys)))
         self.g = None if g is None else self._as_gates(g)
         self._plan: Plan | None = None
         self._states: States | None = None
         self._chunks: Chunks | None = None
         self._adjoints: States | None = None
+        self._has_replayed = False
         self._entering: Tensor | None = None
         self._initials: Tensor | None = None
         self._d_o: Tensor | None = None
         self._queries: QueryGradient | None = None
 
-    def _as_queries(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        return _ready(self.slices.repeat(self.rows.spread(q.to(dtype), self.rows.queries)))
-
     def _as_outputs(self, d_o: Tensor) -> Tensor:
         """Arrange gradients of the outputs [B, T, H, V]."""
-        return _ready(self.slices.cut(self.rows.spread(d_o.to(self.q.dtype), self.rows.queries)))
+        d_o = _cast(d_o, self.q.dtype)
+        return _ready(self.slices.cut(self.rows.spread(d_o, self.rows.queries)))
 
-    def _as_state(self, x: Tensor) -> Tensor:
-        """Arrange states [..., H, K, V]."""
-        return self.slices.cut_states(x.to(torch.float32)).contiguous()
+    def _as_state(self, x: Tensor | None) -> Tensor | None:
+        """Arrange states [..., H, K, V]; None, which stands for zeros, stays None."""
+        return None if x is None else self.slices.cut_states(_cast(x, torch.float32)).contiguous()
 
     def _as_gates(self, g: Tensor) -> Tensor:
         g = g.float() if g.dtype == torch.float16 else g
@@ -168,7 +170,7 @@ class TritonDecaySegment(Segment):
         from zeco.kernels import decay, scalar
 
         if self._states is None:
-            given = None if initials is None else self._as_state(initials)
+            given = self._as_state(initials)
             if self._diagonal:
                 self._states, self._chunks = decay.state_pass(
                     self.plan, self.k, self.v, cast("Tensor", self.g), given
@@ -183,7 +185,7 @@ class TritonDecaySegment(Segment):
         if self._adjoints is None:
             # The last final's gradient comes in later, through the rank's transition.
             inner = d_finals is not None and len(d_finals) > 1
-            given = self._as_state(d_finals) if d_finals is not None and inner else None
+            given = self._as_state(d_finals if inner else None)
             if self._diagonal:
                 self._adjoints, self._chunks = decay.adjoint_state_pass(
                     self.plan, self.q, d_o, cast("Tensor", self.g), given, scale=self.scale
@@ -227,15 +229,15 @@ class TritonDecaySegment(Segment):
         B, _, H, K = cast("Tensor", self.inputs[1]).shape
         return torch.zeros(B, H, K, cast("Tensor", self.inputs[2]).shape[3], device=self.k.device)
 
-    def _piece_starts(self, entering: Tensor, initials: Tensor | None) -> Tensor:
+    def _piece_starts(self, entering: Tensor | None, initials: Tensor | None) -> Tensor:
         """Return the state [n, B, H, K, V] from which each piece starts."""
-        fresh = len(self.pieces.fresh)
+        entering = self._zero_state() if entering is None else entering
         if initials is None:
-            initials = entering.new_zeros(fresh, *entering.shape)
+            initials = entering.new_zeros(len(self.pieces.fresh), *entering.shape)
         kept = [entering.unsqueeze(0)] if self.pieces.continued else []
         return torch.cat([*kept, initials])
 
-    def _finals(self, leaving: Tensor, entering: Tensor) -> Tensor:
+    def _finals(self, leaving: Tensor, entering: Tensor | None) -> Tensor:
         """Return the state [n, B, H, K, V] after each piece."""
         finals = [leaving.unsqueeze(0)]
         inner = self.plan.breaks[0 if self.pieces.continued else 1 :]
@@ -243,7 +245,7 @@ class TritonDecaySegment(Segment):
             finals.insert(0, self._states.at(list(inner), entering))
         return self.slices.join_states(torch.cat(finals) if inner else finals[0])
 
-    def output(self, entering: Tensor, initials: Tensor | None) -> tuple[Tensor, Tensor]:
+    def output(self, entering: Tensor | None, initials: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the output pass."""
         dtype = cast("Tensor", self.inputs[0]).dtype
         if self._empty:
@@ -292,11 +294,12 @@ class TritonDecaySegment(Segment):
             own = states[-1].view(self.plan.B, self.plan.H, self.plan.K, self.plan.V)
             self._states = States(states, passed, own, log_decay)
 
-    def replay(self, entering: Tensor, initials: Tensor | None) -> None:
+    def replay(self, entering: Tensor | None, initials: Tensor | None) -> None:
         """Run the state pass, if its states aren't there, and the queries' gradient pass.
 
         The second needs the gradient of the outputs, hence that `adjoint` has run.
         """
+        self._has_replayed = True
         self._entering, self._initials = self._as_state(entering), initials
         if self._empty:
             return
@@ -304,7 +307,7 @@ class TritonDecaySegment(Segment):
         if self._d_o is not None:
             self._queries = self._query_gradient(self._d_o, self._entering)
 
-    def _query_gradient(self, d_o: Tensor, entering: Tensor) -> QueryGradient:
+    def _query_gradient(self, d_o: Tensor, entering: Tensor | None) -> QueryGradient:
         from zeco.kernels import decay_gradients, scalar
 
         given: dict[str, Any] = {
@@ -317,22 +320,23 @@ class TritonDecaySegment(Segment):
             return decay_gradients.query_pass(*tensors, **given, chunks=self._known_chunks())
         return scalar.query_pass(*tensors, **given, sums=self._sums)
 
-    def backward(self, d_o: Tensor, d_finals: Tensor) -> Gradients:
+    def backward(self, d_o: Tensor, d_finals: Tensor | None) -> Gradients:
         """Return all gradients; `replay` must have run."""
-        if self._entering is None:
+        if not self._has_replayed:
             raise RuntimeError("Segment.backward was called before Segment.replay")
-        entering, self._entering = self._entering, None
-        initials = self._initials
+        entering, initials = self._entering, self._initials
         first = 1 if self.pieces.continued else 0
         if self._empty:
             zeros = tuple(None if x is None else torch.zeros_like(x) for x in self.inputs)
+            if d_finals is None:
+                d_finals = torch.stack([self._zero_state()] * len(self.pieces.documents))
             d_entering = d_finals[0] if first else torch.zeros_like(d_finals[0])
             return Gradients(zeros, d_entering, None if initials is None else d_finals[first:])
         from zeco.kernels import decay_gradients, scalar
 
         d_o = self._as_outputs(d_o) if self._d_o is None else self._d_o
         adjoints = self._run_adjoint_pass(d_o, d_finals)
-        d_leaving = self._as_state(d_finals[-1])
+        d_leaving = self._as_state(None if d_finals is None else d_finals[-1])
         given: dict[str, Any] = {
             "states": self._run_state_pass(initials),
             "adjoints": adjoints,
@@ -341,11 +345,14 @@ class TritonDecaySegment(Segment):
             "d_leaving": d_leaving,
             "queries": self._queries or self._query_gradient(d_o, entering),
         }
-        tensors: Any = (self.plan, self.q, self.k, self.v, self.g, d_o)
         if self._diagonal:
+            tensors: Any = (self.plan, self.q, self.k, self.v, self.g, d_o)
             chunks = self._known_chunks()
             found = decay_gradients.gradient_passes(*tensors, **given, chunks=chunks)
         else:
+            # Decays that are fixed for each head are gates without a gradient.
+            g = self.g if self.wanted is None or self.wanted[3] else None
+            tensors = (self.plan, self.q, self.k, self.v, g, d_o)
             found = scalar.gradient_passes(*tensors, **given, sums=self._sums)
         d_initials = None
         if initials is not None:
@@ -370,7 +377,7 @@ class TritonDecaySegment(Segment):
             None if dg is None else rows.collect(slices.add(dg), rows.keys),
         )
         return tuple(
-            None if given is None or gradient is None else gradient.to(given.dtype)
+            None if given is None or gradient is None else _cast(gradient, given.dtype)
             for given, gradient in zip(self.inputs, arranged, strict=True)
         )
 
@@ -380,11 +387,14 @@ class TritonDecaySegment(Segment):
         return TritonDecaySegment(self.operator, given, self.pieces)
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Tensor.to takes ten times as long to find that there's nothing to do.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _ready(x: Tensor) -> Tensor:
     """Return x [B, T, H, D] as the kernels read it: channels side by side, rows on 16 bytes."""
-    aligned = x.data_ptr() % 16 == 0 and all(
-        stride * x.element_size() % 16 == 0 and stride > 0 for stride in x.stride()[:3]
-    )
-    if x.stride(3) == 1 and aligned:
+    b, t, h, d = x.stride()
+    if d == 1 and min(b, t, h) > 0 and ((b | t | h) * x.element_size() | x.data_ptr()) % 16 == 0:
         return x
     return x.contiguous() if not x.is_contiguous() else x.clone()

@@ -107,7 +107,7 @@ class Slices:
 
     def repeat(self, x: Tensor) -> Tensor:
         """Give queries, keys or gates [B, R, H, K] a copy for each slice, [B, R, H·n, K]."""
-        return repeat_heads(x, x.shape[2] * self.count)
+        return x if self.count == 1 else repeat_heads(x, x.shape[2] * self.count)
 
     def add(self, gradient: Tensor) -> Tensor:
         """Sum gradients [B, R, H·n, K] over the slices, in fp32."""
@@ -146,6 +146,7 @@ class Slices:
         return x.unflatten(-1, (self.count, self.width))
 
 
+@lru_cache(maxsize=256)
 def make_slices(V: int, most: int) -> Slices:
     """Cut V columns into the fewest slices of at most ``most``, a multiple of 8 wide.
 
