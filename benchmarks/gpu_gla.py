@@ -277,9 +277,13 @@ def peak_memory(run: Callable[[], object]) -> float:
 
 
 def public_times(call: Public) -> dict[str, float]:
+    # Backward passes run in a thread of autograd's own, unless it is told not to.
+    with torch.autograd.set_multithreading_enabled(False):
+        one_thread = time_eager(call.both)
     return {
         "forward": time_eager(call.forward),
         "forward_backward": time_eager(call.both),
+        "forward_backward_one_thread": one_thread,
         "forward_graph": time_graph(call.forward),
         "forward_peak_mib": peak_memory(call.forward),
         "forward_backward_peak_mib": peak_memory(call.both),

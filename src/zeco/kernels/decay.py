@@ -11,13 +11,12 @@ scaling around a chunk's middle and the gates' gradient are this package's.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeco.kernels.decay_pairs import strong_pairs_fwd_kernel
+from zeco.kernels.decay_pairs import level_weights, strong_pairs_fwd_kernel
 from zeco.kernels.decay_plan import Pairs, Plan
 from zeco.kernels.decay_state import segment_scan_kernel, state_fwd_kernel
 from zeco.kernels.decay_walk import output_walk_kernel
@@ -32,14 +31,14 @@ class Chunks:
         total: total log decay [B·H, N, K].
         ratio: what a state is scaled by between a chunk and the next [B·H, N, K].
         strong: whether any channel is strong [B·H, N].
-        gates: the gates as later passes read them: g, or a copy in fp16.
-        form: how they are summed; see `zeco.kernels.gate_sums.read_gates`.
+        scales: what later passes scale rows by, packed in 16 bits, or the gates themselves.
+        form: which of the two; see `zeco.kernels.gate_sums.read_gates`.
     """
 
     total: Tensor
     ratio: Tensor
     strong: Tensor
-    gates: Tensor
+    scales: Tensor
     form: int
 
 
@@ -64,10 +63,12 @@ class States:
         """Bytes of all of it."""
         return self.states.nbytes + self.passed.nbytes + self.log_decay.nbytes
 
-    def at(self, boundaries: list[int], entering: Tensor) -> Tensor:
+    def at(self, boundaries: list[int], entering: Tensor | None) -> Tensor:
         """Return the states [n, B, H, K, V] at some boundaries, what enters [B, H, K, V] injected."""
+        own = self.states[boundaries].unflatten(1, self.own.shape[:2])
+        if entering is None:
+            return own
         passed = self.passed[boundaries].exp2().unflatten(1, entering.shape[:2]).unsqueeze(-1)
-        own = self.states[boundaries].unflatten(1, entering.shape[:2])
         return torch.where(passed > 0, own + passed * entering, own)
 
 
@@ -114,14 +115,13 @@ def _states(
     bk, bv = min(plan.block_k, 128), min(plan.block_v, 128)
     k_blocks, v_blocks = -(-K // bk), -(-V // bv)
     updates, decays = torch.empty(heads, S, K, V, **fp32), torch.empty(heads, S, K, **fp32)
-    copy = plan.form == 2
     flags = torch.empty if k_blocks == 1 else torch.zeros
     chunks = Chunks(
         total=torch.empty(heads, N, K, **fp32),
         ratio=torch.empty(heads, N, K, **fp32),
         strong=flags(heads, N, dtype=torch.int32, device=x.device),
-        gates=torch.empty(g.shape, dtype=torch.float16, device=g.device) if copy else g,
-        form=3 if copy else plan.form,
+        scales=torch.empty(g.shape, dtype=torch.int16, device=g.device) if plan.packed else g,
+        form=3 if plan.packed else plan.form,
     )
     launch(
         state_fwd_kernel,
@@ -129,7 +129,7 @@ def _states(
         describe(x, plan.chunk, bk),
         describe(y, plan.chunk, bv),
         describe(g, plan.chunk, bk),
-        describe(chunks.gates, plan.chunk, bk),
+        describe(chunks.scales, plan.chunk, bk),
         updates,
         decays,
         chunks.total,
@@ -150,7 +150,7 @@ def _states(
         EXACT=plan.exact,
         LIMIT=plan.limit,
         ADJOINT=adjoint,
-        COPY=copy,
+        PACKED=plan.packed,
         STAGES=plan.state_stages,
         num_warps=plan.state_warps,
     )
@@ -201,48 +201,49 @@ def output_pass(
     scale: float,
     states: States,
     chunks: Chunks,
-    entering: Tensor,
+    entering: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [B, T, H, V] and the state that leaves, given the one that enters.
+    """Return the outputs [B, T, H, V] and the state that leaves, given the one that enters, if any.
 
     The outputs have ``dtype``, or that of the queries.
     """
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
     leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
-    bk, bv, num_runs = pair_blocks(plan, plan.pairs)
+    bk, bv, programs = pair_blocks(plan, plan.pairs)
     launch(
         strong_pairs_fwd_kernel,
-        plan.heads * num_runs,
+        programs,
         describe(q, plan.chunk, bk),
         describe(k, plan.chunk, bk),
         describe(v, plan.chunk, bv),
         describe(g, plan.chunk, bk),
         describe(o, plan.chunk, bv),
         chunks.strong,
+        level_weights(plan.chunk, plan.form, q.device),
         scale,
         plan.H,
         plan.num_chunks,
-        num_runs,
+        plan.heads * plan.num_chunks,
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
         LEVELS=plan.chunk.bit_length() - 1,
         BK=bk,
         BV=bv,
-        RUN=plan.pairs.run,
         FORM=plan.form,
         EXACT=plan.exact,
         num_warps=plan.pairs.num_warps,
         num_stages=1,
+        maxnreg=plan.pairs.registers,
     )
     return o, leaving
 
 
 def pair_blocks(plan: Plan, pairs: Pairs) -> tuple[int, int, int]:
-    """Return key and value channels a step of a pairs' kernel, and programs a head."""
-    runs = -(-plan.num_chunks // pairs.run)
-    return min(plan.block_k, pairs.width), min(plan.block_v, pairs.width), runs
+    """Return key and value channels a step of a pairs' kernel, and its programs."""
+    programs = min(plan.heads * plan.num_chunks, plan.multiprocessors * pairs.resident)
+    return pairs.width_k, pairs.width_v, programs
 
 
 def walk(
@@ -254,7 +255,7 @@ def walk(
     scale: float,
     states: States,
     chunks: Chunks,
-    entering: Tensor,
+    entering: Tensor | None,
     *,
     reverse: bool,
 ) -> Tensor:
@@ -267,17 +268,16 @@ def walk(
         describe(x, plan.chunk, bk),
         describe(z, plan.chunk, bk),
         describe(y, plan.chunk, bv),
-        describe(chunks.gates, plan.chunk, bk),
+        describe(chunks.scales, plan.chunk, bk),
+        describe(chunks.ratio.view(plan.B, plan.H, plan.num_chunks, plan.K).transpose(1, 2), 1, bk),
         describe(out, plan.chunk, bv),
         chunks.total,
-        chunks.ratio,
         chunks.strong,
         states.states,
         states.passed,
         entering,
         edge,
         plan.table,
-        math.log2(scale),
         *plan.counts,
         K=plan.K,
         V=plan.V,
@@ -289,6 +289,7 @@ def walk(
         LIMIT=plan.limit,
         REVERSE=reverse,
         STAGES=plan.output.stages,
+        SCALE=scale,
         num_warps=plan.output.num_warps,
     )
     return edge

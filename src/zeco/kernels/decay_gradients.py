@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from zeco.kernels.decay import Chunks, States, pair_blocks, walk
-from zeco.kernels.decay_pairs import strong_pairs_bwd_kernel
+from zeco.kernels.decay_pairs import level_weights, strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.decay_walk import gate_gradient_kernel, gradient_walk_kernel
-from zeco.kernels.launch import describe, launch
+from zeco.kernels.launch import Blocks, describe, launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +35,24 @@ class DecayGradients:
 
 
 @dataclass(frozen=True, eq=False)
+class Pulls:
+    """What tokens take from the gates' gradient or give to it: k∘dk, or q∘dq.
+
+    Attributes:
+        values: [B·H, N, K, C]: fp16 in a unit of their row, or fp32.
+        margin: the sum of each row and its unit [B·H, N, K, 2], fp32.
+    """
+
+    values: Tensor
+    margin: Tensor
+
+    def blocks(self, rows: int) -> Blocks:
+        """Return the blocks [rows, C] of values, by chunk of all heads and by row."""
+        _, _, K, C = self.values.shape
+        return describe(self.values.view(1, -1, K, C).transpose(1, 2), rows, C)
+
+
+@dataclass(frozen=True, eq=False)
 class QueryGradient:
     """What needs no gradient of the state that leaves, so that it can be made while that travels.
 
@@ -45,7 +62,7 @@ class QueryGradient:
     """
 
     q: Tensor
-    pull: Tensor | None
+    pull: Pulls | Tensor | None
 
 
 def query_pass(
@@ -58,10 +75,10 @@ def query_pass(
     scale: float,
     states: States,
     chunks: Chunks,
-    entering: Tensor,
+    entering: Tensor | None,
 ) -> QueryGradient:
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
-    dq, pull = torch.empty(q.shape, dtype=q.dtype, device=q.device), _new_pull(plan, q)
+    dq, pull = torch.empty(q.shape, dtype=q.dtype, device=q.device), _new_pulls(plan, q)
     _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering, reverse=False)
     return QueryGradient(dq, pull)
 
@@ -78,8 +95,8 @@ def gradient_passes(
     states: States,
     adjoints: States,
     chunks: Chunks,
-    entering: Tensor,
-    d_leaving: Tensor,
+    entering: Tensor | None,
+    d_leaving: Tensor | None,
     queries: QueryGradient,
 ) -> DecayGradients:
     """Return all gradients.
@@ -91,24 +108,33 @@ def gradient_passes(
         scale: factor of the queries.
         states: from `state_pass`.
         adjoints: from `adjoint_state_pass`.
-        chunks: from either.
-        entering: the state that enters [B, H, K, V].
-        d_leaving: gradient of the state that leaves [B, H, K, V].
+        chunks: from either, but the same as for the queries.
+        entering: the state that enters [B, H, K, V]; None for zeros.
+        d_leaving: gradient of the state that leaves [B, H, K, V]; None for zeros.
         queries: from `query_pass`.
     """
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    dq, query_pull, pull = queries.q, cast("Tensor", queries.pull), _new_pull(plan, q)
+    dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
     d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
     _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, reverse=True)
-    _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pull, scale, chunks)
-    _gate_gradient(plan, query_pull, pull, dg, states, entering, adjoints, d_leaving)
+    # Pairs of strong chunks leave their pulls, written and not added, in room of their own, of which
+    # nothing is touched where there are none.
+    pairs_pull = torch.empty(pull.values.shape, dtype=torch.float32, device=q.device)
+    _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pairs_pull, scale, chunks)
+    pulls = (query_pull, pull, pairs_pull)
+    _gate_gradient(plan, *pulls, chunks.strong, dg, states, entering, adjoints, d_leaving)
     return DecayGradients(dq, dk, dv, dg, d_entering)
 
 
-def _new_pull(plan: Plan, like: Tensor) -> Tensor:
-    size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
-    return torch.empty(size, dtype=torch.float32, device=like.device)
+def _new_pulls(plan: Plan, like: Tensor) -> Pulls:
+    size = (plan.heads, plan.num_chunks, plan.K)
+    values = torch.empty(
+        (*size, plan.chunk),
+        dtype=torch.float32 if plan.exact else torch.float16,
+        device=like.device,
+    )
+    return Pulls(values, torch.empty(*size, 2, dtype=torch.float32, device=like.device))
 
 
 def _gradient_walk(
@@ -118,11 +144,11 @@ def _gradient_walk(
     z: Tensor,
     a: Tensor,
     grad: Tensor,
-    pull: Tensor,
+    pull: Pulls,
     scale: float,
     states: States,
     chunks: Chunks,
-    entering: Tensor,
+    entering: Tensor | None,
     *,
     reverse: bool,
 ) -> None:
@@ -133,19 +159,18 @@ def _gradient_walk(
         describe(x, plan.chunk, bv),
         describe(y, plan.chunk, bv),
         describe(z, plan.chunk, bk),
-        a,
-        describe(chunks.gates, plan.chunk, bk),
+        describe(a, plan.chunk, bk),
+        describe(chunks.scales, plan.chunk, bk),
         describe(grad, plan.chunk, bk),
-        pull,
+        pull.values,
+        pull.margin,
         chunks.total,
+        chunks.ratio,
         chunks.strong,
         states.states,
         states.passed,
         entering,
         plan.table,
-        math.log2(scale),
-        *a.stride()[:3],
-        plan.T,
         *plan.counts,
         K=plan.K,
         V=plan.V,
@@ -156,7 +181,8 @@ def _gradient_walk(
         EXACT=plan.exact,
         LIMIT=plan.limit,
         REVERSE=reverse,
-        num_stages=plan.gradient.stages,
+        STAGES=plan.gradient.stages,
+        SCALE=scale,
         num_warps=plan.gradient.num_warps,
     )
 
@@ -176,48 +202,55 @@ def _strong_pairs(
     chunks: Chunks,
 ) -> None:
     C = plan.chunk
-    bk, bv, num_runs = pair_blocks(plan, plan.pairs_bwd)
+    bk, bv, programs = pair_blocks(plan, plan.pairs_bwd)
     launch(
         strong_pairs_bwd_kernel,
-        plan.heads * num_runs,
+        programs,
         *(describe(x, C, width) for x, width in ((q, bk), (k, bk), (v, bv), (g, bk), (d_o, bv))),
         *(describe(x, C, width) for x, width in ((dq, bk), (dk, bk), (dv, bv))),
         pull,
         chunks.strong,
+        level_weights(C, plan.form, q.device),
         scale,
         plan.H,
         plan.num_chunks,
-        num_runs,
+        plan.heads * plan.num_chunks,
         K=plan.K,
         V=plan.V,
         C=C,
         LEVELS=C.bit_length() - 1,
         BK=bk,
         BV=bv,
-        RUN=plan.pairs_bwd.run,
         FORM=plan.form,
         EXACT=plan.exact,
         num_warps=plan.pairs_bwd.num_warps,
         num_stages=1,
+        maxnreg=plan.pairs_bwd.registers,
     )
 
 
 def _gate_gradient(
     plan: Plan,
-    query_pull: Tensor,
-    pull: Tensor,
+    query_pull: Pulls,
+    pull: Pulls,
+    pairs_pull: Tensor,
+    strong: Tensor,
     dg: Tensor,
     states: States,
-    entering: Tensor,
+    entering: Tensor | None,
     adjoints: States,
-    d_leaving: Tensor,
+    d_leaving: Tensor | None,
 ) -> None:
     bk, bv = min(plan.block_k, 128), min(plan.block_v, 32)
     launch(
         gate_gradient_kernel,
         plan.heads * plan.num_segments * -(-plan.K // bk),
-        query_pull,
-        pull,
+        query_pull.blocks(bk),
+        query_pull.margin,
+        pull.blocks(bk),
+        pull.margin,
+        pairs_pull,
+        strong,
         describe(dg, plan.chunk, bk),
         states.states,
         states.passed,
@@ -232,8 +265,7 @@ def _gate_gradient(
         C=plan.chunk,
         BK=bk,
         BV=bv,
-        # Interpreted, products in bf16 are wrong.
-        EXACT=plan.exact or pull.device.type == "cpu",
-        STAGES=3,
+        EXACT=plan.exact,
+        STAGES=4,
         num_warps=8,
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -27,14 +27,17 @@ class Pairs:
     """How the programs for pairs in strong chunks are cut.
 
     Attributes:
-        width: channels a step.
+        width_k, width_v: channels a step.
         num_warps: warps a program.
-        run: chunks a program.
+        resident: programs a multiprocessor.
+        registers: most a thread, so that as many fit.
     """
 
-    width: int
+    width_k: int
+    width_v: int
     num_warps: int
-    run: int
+    resident: int
+    registers: int
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,12 @@ class Walk:
 _WHOLE = Walk(_STATE_NUMBERS, num_warps=8, stages=3)
 _HALF = Walk(_STATE_NUMBERS // 2, num_warps=4, stages=2)
 # The same for K and V up to 64.
-_SMALL_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
-_SMALL_GRADIENT = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
-_PAIRS = Pairs(width=128, num_warps=8, run=1)
-_PAIRS_BWD = Pairs(width=64, num_warps=8, run=2)
+_SMALL = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
+_SMALL_SCALAR_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
+# Never narrower: for blocks of 32 channels, ptxas 12.8 has made descriptors of products' operands from
+# a register that it writes only later; gradients were wrong, and once an access was illegal.
+_PAIRS = Pairs(width_k=64, width_v=64, num_warps=4, resident=3, registers=168)
+_PAIRS_BWD = Pairs(width_k=64, width_v=64, num_warps=4, resident=2, registers=255)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +86,14 @@ class Plan:
         breaks: the segments that are breaks, in order; see `zeco.kernels.decay_state`.
         form: how gates are summed; see `zeco.kernels.gate_sums.read_gates`.
         exact: whether products are made in fp32.
+        packed: whether the state pass leaves what rows are scaled by, for later passes to read in place
+            of the gates.
         limit: base-2 total below which a channel is strong.
         state_stages, state_warps: loads in flight and warps of the state pass.
         output: the output pass and the one for dv.
         gradient: the passes for dq and dk.
         pairs, pairs_bwd: the kernels for pairs in strong chunks.
+        multiprocessors: those of the device.
     """
 
     B: int
@@ -98,6 +106,7 @@ class Plan:
     chunks_per_segment: int
     form: int
     exact: bool
+    packed: bool
     limit: float
     state_stages: int
     state_warps: int
@@ -105,40 +114,41 @@ class Plan:
     gradient: Walk
     pairs: Pairs
     pairs_bwd: Pairs
+    multiprocessors: int
     table: Tensor | None = None
     breaks: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Heads of all sequences."""
         return self.B * self.H
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks of a sequence."""
         return -(-self.T // self.chunk)
 
-    @property
+    @cached_property
     def block_k(self) -> int:
         """The key dim as a power of two."""
         return max(16, 1 << (self.K - 1).bit_length())
 
-    @property
+    @cached_property
     def block_v(self) -> int:
         """The value dim as a power of two."""
         return max(16, 1 << (self.V - 1).bit_length())
 
-    @property
+    @cached_property
     def split_k(self) -> int:
         """Channels of the key dim a program of a gradient pass."""
         return self.gradient.split(self.block_k, self.block_v)
 
-    @property
+    @cached_property
     def split_v(self) -> int:
         """Channels of the value dim a program of an output pass."""
         return self.output.split(self.block_v, self.block_k)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, int, int, int, int]:
         """What every walking kernel is told: H, B·H, chunks, segments, chunks a segment."""
         return (
@@ -196,11 +206,19 @@ def _plan(
     chunk = chunk or chunk_of(dtype)
     ranges = ranges or ((0, -(-T // chunk)),)
     diagonal = gates is not None and gates[0] == 4
+    # In fp16, whose range is small, a pair of scales that cancel doesn't serve a strong channel.
+    packed = dtype == torch.bfloat16
     warps = 8 if max(K, V) > 64 else 4
-    if exact or max(K, V) > 128:
+    if exact:
         output = gradient = Walk(_STATE_NUMBERS, warps, 1)
+    elif max(K, V) > 128:
+        # Loads take the more shared memory the more key channels there are beside few value channels.
+        output = Walk(_STATE_NUMBERS, warps, 2 if packed and diagonal else 1)
+        gradient = Walk(_STATE_NUMBERS, warps, 2 if packed and diagonal and V > 64 else 1)
+    elif diagonal and not packed:
+        output = gradient = Walk(_STATE_NUMBERS, warps, 2)
     elif max(K, V) <= 64:
-        output, gradient = _SMALL_OUTPUT, _SMALL_GRADIENT
+        output, gradient = _SMALL if diagonal else _SMALL_SCALAR_OUTPUT, _SMALL
     else:
         output, gradient = _WHOLE if diagonal else _HALF, _HALF
     plan = Plan(
@@ -214,6 +232,7 @@ def _plan(
         chunks_per_segment=-(-T // chunk),
         form=0 if exact else (1 if diagonal and gates == (4, torch.bfloat16) else 2),
         exact=exact,
+        packed=packed,
         limit=_LIMITS[dtype],
         state_stages=1 if exact else 3,
         state_warps=warps,
@@ -221,12 +240,13 @@ def _plan(
         gradient=gradient,
         pairs=_PAIRS,
         pairs_bwd=_PAIRS_BWD,
+        multiprocessors=_multiprocessors(device),
     )
     # Of programs of 8 warps, of which a multiprocessor holds one.
     programs = -(-plan.heads * max(1, plan.block_k * plan.block_v // _STATE_NUMBERS) * warps // 8)
     if num_segments is None:
         counts = tuple(stop - first for first, stop in ranges)
-        longest = _longest_segment(programs, counts, _multiprocessors(device))
+        longest = _longest_segment(programs, counts, plan.multiprocessors)
     else:
         longest = -(-plan.num_chunks // min(num_segments, plan.num_chunks))
     if continued and len(ranges) == 1:

@@ -1,11 +1,13 @@
 """Output pass and gradient passes: programs that walk a segment with one state in registers.
 
 Nothing is written for a chunk but its results. Products are transposed, channels by tokens, so that
-the state and the tokens' rows enter the matrix units from registers. A chunk with a strong channel
-(see `zeco.kernels.gate_sums`) gets here only what its state gives; its pairs are added by
+the state enters the matrix units from registers. A chunk with a strong channel (see
+`zeco.kernels.gate_sums`) gets here only what its state gives; its pairs are added by
 `zeco.kernels.decay_pairs`.
+
+What bounds a walk, besides its bytes, is one chunk's chain of products, each awaited, so work that
+doesn't hang on the state is made a chunk ahead or left to run on into the next.
 """
-# ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -15,13 +17,53 @@ import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
 from zeco.kernels.gate_sums import (
+    INTERPRETED,
     add_product,
-    anchored,
     half_decay,
     product,
-    read_gates,
+    read_scales,
     rounded,
 )
+
+
+@triton.jit
+def _scaled_rows(
+    x_desc,
+    z_desc,
+    scales_desc,
+    b,
+    h,
+    c,
+    total_ptr,
+    ks,
+    in_k,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    FORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Return the rows x and z [C, BK] of chunk c as its products take them."""
+    t = c * C
+    # Sums of gates come out channels first.
+    TURN: tl.constexpr = FORM != 3
+    rising, falling = read_scales(
+        scales_desc, b, h, t, 0, total_ptr, ks, in_k, C, BK, FORM, LIMIT, not TURN
+    )
+    x = x_desc.load([b, h, t, 0]).reshape(C, BK)
+    z = z_desc.load([b, h, t, 0]).reshape(C, BK)
+    if TURN:
+        x, z = tl.trans(x), tl.trans(z)
+    if REVERSE:
+        rows = (x.to(tl.float32) * falling).to(x.dtype)
+        columns = (z.to(tl.float32) * rising * SCALE).to(x.dtype)
+    else:
+        rows = (x.to(tl.float32) * rising * SCALE).to(x.dtype)
+        columns = (z.to(tl.float32) * falling).to(x.dtype)
+    if TURN:
+        rows, columns = tl.trans(rows), tl.trans(columns)
+    return rows, columns
 
 
 @triton.jit
@@ -29,17 +71,16 @@ def output_walk_kernel(
     x_desc,
     z_desc,
     y_desc,
-    g_desc,
+    scales_desc,
+    ratio_desc,
     o_desc,
     total_ptr,
-    ratio_ptr,
     strong_ptr,
     state_ptr,
     passed_ptr,
     entering_ptr,
     edge_ptr,
     table_ptr,
-    log2_scale,
     H,
     heads,
     num_chunks,
@@ -55,6 +96,7 @@ def output_walk_kernel(
     LIMIT: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Outputs o, or with REVERSE the gradient dv, by the same walk backwards in time.
 
@@ -86,42 +128,42 @@ def output_walk_kernel(
         total_ptr + (chunk_rows + start) * K + ks, mask=in_k & (stop > first), other=0.0
     )
     state *= half_decay(total, LIMIT)[None, :]
-    for step in tl.range(0, stop - first, num_stages=STAGES):
-        if REVERSE:
-            c = stop - 1 - step
-        else:
-            c = first + step
-        t = c * C
-        at = (chunk_rows + c) * K + ks
-        g = read_gates(g_desc, b, h, t, 0, C, BK, FORM)
-        x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BK)).to(tl.float32)
-        z = tl.trans(z_desc.load([b, h, t, 0]).reshape(C, BK)).to(tl.float32)
-        y = tl.trans(y_desc.load([b, h, t, vb * BV]).reshape(C, BV))
-        flag = tl.load(strong_ptr + chunk_rows + c)
-        total = tl.load(total_ptr + at, mask=in_k, other=0.0)
-        until, after = anchored(g, total, C, FORM, LIMIT)
-        if REVERSE:
-            rows = (x * tl.exp2(after)).to(y.dtype)
-            columns = (z * tl.exp2(until + log2_scale)).to(y.dtype)
-        else:
-            rows = (x * tl.exp2(until + log2_scale)).to(y.dtype)
-            columns = (z * tl.exp2(after)).to(y.dtype)
-        # In this order the pairs are masked while the two products after theirs are made.
-        held = state.to(y.dtype)
-        pairs = product(tl.trans(columns), rows, EXACT)
-        o = product(held, rows, EXACT)
-        state = add_product(state, y, tl.trans(columns), EXACT)
-        pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
-        o = add_product(o, y, pairs, EXACT)
-        o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
-        if REVERSE:
-            ratio_at = at - K
-            more = c > first
-        else:
-            ratio_at = at
-            more = c >= first
-        ratio = tl.load(ratio_ptr + ratio_at, mask=in_k & more, other=0.0)
-        state *= ratio[None, :]
+    # A loop's own values enter all products from shared memory; others would be sent through
+    # registers into the first, in another order.
+    if stop > first:
+        row = (chunk_rows + start) * K
+        rows, columns = _scaled_rows(
+            x_desc, z_desc, scales_desc, b, h, start, total_ptr + row, ks, in_k, SCALE, C, BK, FORM,
+            LIMIT, REVERSE,
+        )  # fmt: skip
+        flag = tl.load(strong_ptr + chunk_rows + start)
+        for step in tl.range(0, stop - first, num_stages=STAGES):
+            # After the last chunk the next one's are read in vain, where there is one.
+            if REVERSE:
+                c = stop - 1 - step
+                following = tl.maximum(c - 1, 0)
+                ratio_at = following
+            else:
+                c = first + step
+                following = tl.minimum(c + 1, num_chunks - 1)
+                ratio_at = c
+            t = c * C
+            y = tl.trans(y_desc.load([b, h, t, vb * BV]).reshape(C, BV))
+            pairs = product(columns, tl.trans(rows), EXACT)
+            o = product(state.to(y.dtype), tl.trans(rows), EXACT)
+            state = add_product(state, y, columns, EXACT)
+            ratio = ratio_desc.load([b, h, ratio_at, 0]).reshape(BK)
+            state *= ratio[None, :]
+            pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
+            o = add_product(o, y, pairs, EXACT)
+            o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
+            # Last, so that these loads have had a whole chunk's time.
+            row = (chunk_rows + following) * K
+            rows, columns = _scaled_rows(
+                x_desc, z_desc, scales_desc, b, h, following, total_ptr + row, ks, in_k, SCALE, C, BK,
+                FORM, LIMIT, REVERSE,
+            )  # fmt: skip
+            flag = tl.load(strong_ptr + chunk_rows + following)
     # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
     if REVERSE:
         edge = 0
@@ -142,21 +184,18 @@ def gradient_walk_kernel(
     x_desc,
     y_desc,
     z_desc,
-    a_ptr,
-    g_desc,
+    a_desc,
+    scales_desc,
     grad_desc,
     pull_ptr,
+    margin_ptr,
     total_ptr,
+    ratio_ptr,
     strong_ptr,
     state_ptr,
     passed_ptr,
     entering_ptr,
     table_ptr,
-    log2_scale,
-    a_stride_b,
-    a_stride_t,
-    a_stride_h,
-    T,
     H,
     heads,
     num_chunks,
@@ -171,12 +210,14 @@ def gradient_walk_kernel(
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
     REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Gradient dq, or with REVERSE dk, by the same walk backwards in time.
 
     ``dq_i = exp2(b_i) ∘ (Σ_{j<=i} (dO_i·v_j) k̂_j + S dO_i)`` and ``S += k̂ᵀ v``: x, y, z, a are dO, v,
-    k, q forwards and v, dO, q, k in reverse. The pull a∘(its gradient) [B·H, N, K, C] is what the
-    gates' gradient is made of.
+    k, q forwards and v, dO, q, k in reverse. The pull a∘(its gradient) [B·H, N, K, C], in a unit of its
+    row, and of each row the sum and that unit [B·H, N, K, 2] are what the gates' gradient is made of.
     """
     kb, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
@@ -195,21 +236,15 @@ def gradient_walk_kernel(
         boundary = segment
         start = first
         seen = i[:, None] <= i[None, :]
-    a_start = a_ptr + b.to(tl.int64) * a_stride_b + h.to(tl.int64) * a_stride_h
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
     )
     total = tl.load(
         total_ptr + (chunk_rows + start) * K + ks, mask=in_k & (stop > first), other=0.0
     )
-    state *= half_decay(total, LIMIT)[:, None]
-    first_t = start * C + i
-    valid = ((stop > first) & (first_t < T))[:, None] & in_k[None, :]
-    a = tl.load(a_start + first_t[:, None] * a_stride_t + ks[None, :], mask=valid, other=0.0)
+    ratio = half_decay(total, LIMIT)
     flag = tl.load(strong_ptr + chunk_rows + start, mask=stop > first, other=0)
-    # The launch's num_stages pipelines the loads that feed products; tl.range's would take the others
-    # too, for which there is no room. Those are made early in the iteration or in the one before.
-    for step in tl.range(0, stop - first):
+    for step in tl.range(0, stop - first, num_stages=STAGES):
         if REVERSE:
             c = stop - 1 - step
             following = c - 1
@@ -217,46 +252,60 @@ def gradient_walk_kernel(
             c = first + step
             following = c + 1
         t = c * C
-        at = (chunk_rows + c) * K + ks
         more = (following >= first) & (following < stop)
-        next_at = (chunk_rows + following) * K + ks
-        next_total = tl.load(total_ptr + next_at, mask=in_k & more, other=0.0)
+        row = (chunk_rows + c) * K
+        if REVERSE:
+            next_ratio = tl.load(ratio_ptr + (row - K) + ks, mask=in_k & more, other=0.0)
+        else:
+            next_ratio = tl.load(ratio_ptr + row + ks, mask=in_k & more, other=0.0)
         next_flag = tl.load(strong_ptr + chunk_rows + following, mask=more, other=0)
-        g = read_gates(g_desc, b, h, t, kb * BK, C, BK, FORM)
-        z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
         x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BV))
         y = y_desc.load([b, h, t, 0]).reshape(C, BV)
-        until, after = anchored(g, total, C, FORM, LIMIT)
-        if REVERSE:
-            outer = tl.exp2(after)
-            columns = (z.to(tl.float32) * tl.exp2(until + log2_scale)).to(y.dtype)
-        else:
-            outer = tl.exp2(until + log2_scale)
-            columns = (z.to(tl.float32) * tl.exp2(after)).to(y.dtype)
         pairs = product(y, x, EXACT)
+        # Only after a product, so that the last one of the chunk before needn't be awaited by itself.
+        state *= ratio[:, None]
+        rising, falling = read_scales(
+            scales_desc, b, h, t, kb * BK, total_ptr + row, ks, in_k, C, BK, FORM, LIMIT, False
+        )
+        z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+        a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+        if REVERSE:
+            outer = falling
+            columns = (z.to(tl.float32) * rising * SCALE).to(y.dtype)
+        else:
+            outer = rising * SCALE
+            columns = (z.to(tl.float32) * falling).to(y.dtype)
         pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
         grad = product(state.to(y.dtype), x, EXACT)
         grad = add_product(grad, columns, pairs, EXACT)
+        # The last product, which nothing here awaits: it goes on beside what follows.
+        state = add_product(state, columns, y, EXACT)
         # Rounded as in the other walk's columns, a pair's two pulls are equal and cancel, and so do
         # those of a token with itself.
-        pull = rounded(tl.trans(a).to(tl.float32) * outer, y) * grad
-        tl.store(pull_ptr + (at * C)[:, None] + i[None, :], pull, mask=in_k[:, None])
-        # The next chunk's, here where registers are free again.
-        next_t = following * C + i
-        valid = (more & (next_t < T))[:, None] & in_k[None, :]
-        a = tl.load(a_start + next_t[:, None] * a_stride_t + ks[None, :], mask=valid, other=0.0)
+        pull = rounded(a.to(tl.float32) * outer, y) * grad
+        sums = tl.sum(pull, 1)
+        unit = tl.full([BK], 1.0, tl.float32)
+        if not EXACT:
+            unit = tl.maximum(tl.max(tl.abs(pull), 1), 1e-30) * (1.0 / 32768.0)
+            pull *= (1.0 / unit)[:, None]
+        margin_at = margin_ptr + row * 2 + ks[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(margin_at, tl.join(sums, unit), mask=in_k[:, None])
+        pull_at = pull_ptr + row * C + (ks * C)[:, None] + i[None, :]
+        tl.store(pull_at, pull.to(pull_ptr.dtype.element_ty), mask=in_k[:, None])
         grad *= outer
         grad_desc.store([b, h, t, kb * BK], tl.trans(grad).to(grad_desc.dtype).reshape(1, 1, C, BK))
-        state = add_product(state, columns, y, EXACT)
-        state *= (half_decay(total, LIMIT) * half_decay(next_total, LIMIT))[:, None]
-        total = next_total
+        ratio = next_ratio
         flag = next_flag
 
 
 @triton.jit
 def gate_gradient_kernel(
-    query_pull_ptr,
-    key_pull_ptr,
+    query_pull_desc,
+    query_margin_ptr,
+    key_pull_desc,
+    key_margin_ptr,
+    pairs_pull_ptr,
+    strong_ptr,
     dg_desc,
     state_ptr,
     passed_ptr,
@@ -301,21 +350,32 @@ def gate_gradient_kernel(
         carried += tl.sum(state * adjoint, 1)
     i = tl.arange(0, C)
     before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-    ones = tl.full([C, 16], 1.0, tl.float32)
+    in_k = ks < K
     for c in tl.range(first, stop, num_stages=STAGES):
-        at = (bh.to(tl.int64) * num_chunks + c) * K + ks
-        pull_at = (at * C)[:, None] + i[None, :]
-        pull = tl.load(key_pull_ptr + pull_at, mask=(ks < K)[:, None], other=0.0)
-        pull -= tl.load(query_pull_ptr + pull_at, mask=(ks < K)[:, None], other=0.0)
+        chunk = bh.to(tl.int64) * num_chunks + c
+        row = chunk * K
+        place = bh * num_chunks + c
+        pull = key_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
+        query_pull = query_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
+        margin_at = row * 2 + ks * 2
+        if not EXACT:
+            unit = tl.load(key_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
+            query_unit = tl.load(query_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
+            pull *= unit[:, None]
+            query_pull *= query_unit[:, None]
+        pull -= query_pull
+        if tl.load(strong_ptr + chunk) != 0:
+            pairs_at = pairs_pull_ptr + row * C + (ks * C)[:, None] + i[None, :]
+            pull += tl.load(pairs_at, mask=in_k[:, None], other=0.0)
         # A product with 0/1 in place of a running sum less the token's own pull, which may be large.
-        if EXACT:
+        if EXACT or INTERPRETED:
             dg = tl.dot(pull, before, input_precision="tf32x3")
-            total = tl.dot(pull, ones, input_precision="tf32x3")
         else:
             high = pull.to(tl.bfloat16)
             low = (pull - high.to(tl.float32)).to(tl.bfloat16)
             dg = tl.dot(low, before.to(tl.bfloat16), tl.dot(high, before.to(tl.bfloat16)))
-            total = tl.dot(low, ones.to(tl.bfloat16), tl.dot(high, ones.to(tl.bfloat16)))
         dg += carried[:, None]
         dg_desc.store([b, h, c * C, kb * BK], tl.trans(dg).to(dg_desc.dtype).reshape(1, 1, C, BK))
-        carried += tl.max(total, 1)
+        # Pairs inside the chunk have both their pulls in it: none is left in its sum.
+        carried += tl.load(key_margin_ptr + margin_at, mask=in_k, other=0.0)
+        carried -= tl.load(query_margin_ptr + margin_at, mask=in_k, other=0.0)

@@ -130,7 +130,7 @@ def output_pass(
     *,
     scale: float,
     states: States,
-    entering: Tensor,
+    entering: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the state that leaves; see `zeco.kernels.decay.output_pass`."""
@@ -147,7 +147,7 @@ def _walk(
     out: Tensor,
     scale: float,
     states: States,
-    entering: Tensor,
+    entering: Tensor | None,
     *,
     reverse: bool,
 ) -> Tensor:
@@ -191,7 +191,7 @@ def query_pass(
     scale: float,
     states: States,
     sums: Tensor | None,
-    entering: Tensor,
+    entering: Tensor | None,
 ) -> QueryGradient:
     """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -212,8 +212,8 @@ def gradient_passes(
     states: States,
     adjoints: States,
     sums: Tensor | None,
-    entering: Tensor,
-    d_leaving: Tensor,
+    entering: Tensor | None,
+    d_leaving: Tensor | None,
     queries: QueryGradient,
 ) -> DecayGradients:
     """Return all gradients; see `zeco.kernels.decay_gradients.gradient_passes`."""
@@ -239,7 +239,7 @@ def _gradient_walk(
     grad: Tensor,
     scale: float,
     states: States,
-    entering: Tensor,
+    entering: Tensor | None,
     *,
     reverse: bool,
 ) -> Tensor | None:
@@ -285,9 +285,9 @@ def _gate_gradient(
     key_pull: Tensor,
     dg: Tensor,
     states: States,
-    entering: Tensor,
+    entering: Tensor | None,
     adjoints: States,
-    d_leaving: Tensor,
+    d_leaving: Tensor | None,
 ) -> None:
     tokens = plan.chunks_per_segment * plan.chunk
     launch(

@@ -258,7 +258,8 @@ def scalar_gradient_walk_kernel(
             # A token's own pair crosses no decay; it may be far above those that do.
             i = tl.arange(0, C)
             itself = i[:, None] == i[None, :]
-            own = tl.sum(tl.where(itself, pairs, 0.0), 0)
+            # Along rows: that is a sum within each warp.
+            own = tl.sum(tl.where(itself, pairs, 0.0), 1)
             pairs = tl.where(itself, 0.0, pairs)
         grad = product(state.to(y.dtype), x, EXACT) * row_weight[None, :]
         grad = add_product(grad, z, pairs.to(y.dtype), EXACT)
