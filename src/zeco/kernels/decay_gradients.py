@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from zeco.kernels.decay import Chunks, States, pair_blocks, walk
+from zeco.kernels.decay_gate_gradient import gate_gradient_kernel
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
-from zeco.kernels.decay_walk import gate_gradient_kernel, gradient_walk_kernel
+from zeco.kernels.decay_walk import gradient_walk_kernel
 from zeco.kernels.launch import Blocks, describe, launch
 
 
@@ -241,7 +242,7 @@ def _gate_gradient(
     adjoints: States,
     d_leaving: Tensor | None,
 ) -> None:
-    bk, bv = min(plan.block_k, 128), min(plan.block_v, 32)
+    bk, bv = min(plan.block_k, 64), min(plan.block_v, 32)
     launch(
         gate_gradient_kernel,
         plan.heads * plan.num_segments * -(-plan.K // bk),
@@ -267,5 +268,5 @@ def _gate_gradient(
         BV=bv,
         EXACT=plan.exact,
         STAGES=4,
-        num_warps=8,
+        num_warps=4,
     )

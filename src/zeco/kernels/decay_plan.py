@@ -19,6 +19,11 @@ _MAX_EXACT_DIM = 128  # fp32: shared memory ends there
 _STATE_NUMBERS = 128 * 128  # of fp32 that a program of 8 warps holds without spilling
 
 
+# Channels of the narrowest blocks in 16 bits. Kernels for 32 have made illegal accesses on an H200 and
+# wrong gradients; for one, ptxas 12.8 had taken products' descriptors from a register that it writes
+# only later. Below, a chunk's row of ratios is too short for where tensor-memory copies may go.
+_NARROWEST = 64
+
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -56,7 +61,7 @@ class Walk:
 
     def split(self, own: int, other: int) -> int:
         """Return the channels of one dim a program holds, where all of the other are needed."""
-        return min(own, max(32, self.numbers // other))
+        return min(own, max(_NARROWEST, self.numbers // other))
 
 
 # In 16 bits, the quickest of a few on an H200: two programs of 4 warps a multiprocessor where their
@@ -66,8 +71,6 @@ _HALF = Walk(_STATE_NUMBERS // 2, num_warps=4, stages=2)
 # The same for K and V up to 64.
 _SMALL = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
 _SMALL_SCALAR_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
-# Never narrower: for blocks of 32 channels, ptxas 12.8 has made descriptors of products' operands from
-# a register that it writes only later; gradients were wrong, and once an access was illegal.
 _PAIRS = Pairs(width_k=64, width_v=64, num_warps=4, resident=3, registers=168)
 _PAIRS_BWD = Pairs(width_k=64, width_v=64, num_warps=4, resident=2, registers=255)
 
@@ -130,13 +133,13 @@ class Plan:
 
     @cached_property
     def block_k(self) -> int:
-        """The key dim as a power of two."""
-        return max(16, 1 << (self.K - 1).bit_length())
+        """The key dim's channels in a block."""
+        return _block(self.K, exact=self.exact)
 
     @cached_property
     def block_v(self) -> int:
-        """The value dim as a power of two."""
-        return max(16, 1 << (self.V - 1).bit_length())
+        """The value dim's channels in a block."""
+        return _block(self.V, exact=self.exact)
 
     @cached_property
     def split_k(self) -> int:
@@ -158,6 +161,11 @@ class Plan:
             self.num_segments,
             self.chunks_per_segment,
         )
+
+
+def _block(width: int, *, exact: bool) -> int:
+    """Return the channels of a block that holds a dim: a power of two."""
+    return max(16 if exact else _NARROWEST, 1 << (width - 1).bit_length())
 
 
 def make_plan(

@@ -17,12 +17,11 @@ import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
 from zeco.kernels.gate_sums import (
-    INTERPRETED,
     add_product,
     half_decay,
+    opaque,
     product,
     read_scales,
-    rounded,
 )
 
 
@@ -180,6 +179,44 @@ def output_walk_kernel(
 
 
 @triton.jit
+def _gradient_rows(
+    z_desc,
+    a_desc,
+    scales_desc,
+    b,
+    h,
+    c,
+    total_ptr,
+    kb,
+    ks,
+    in_k,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    FORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Return (z as products take it, a scaled in its dtype, what gradients are scaled by) [BK, C]."""
+    t = c * C
+    rising, falling = read_scales(
+        scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, C, BK, FORM, LIMIT, False
+    )
+    z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+    a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+    if REVERSE:
+        outer = falling
+        columns = (z.to(tl.float32) * rising * SCALE).to(z.dtype)
+    else:
+        outer = rising * SCALE
+        columns = (z.to(tl.float32) * falling).to(z.dtype)
+    # Rounded as in the other walk's columns, a pair's two pulls are equal and cancel, and so do those
+    # of a token with itself.
+    own = (a.to(tl.float32) * outer).to(z.dtype)
+    return columns, own, outer
+
+
+@triton.jit
 def gradient_walk_kernel(
     x_desc,
     y_desc,
@@ -243,6 +280,11 @@ def gradient_walk_kernel(
         total_ptr + (chunk_rows + start) * K + ks, mask=in_k & (stop > first), other=0.0
     )
     ratio = half_decay(total, LIMIT)
+    near = tl.minimum(tl.maximum(start, 0), num_chunks - 1)
+    columns, own, outer = _gradient_rows(
+        z_desc, a_desc, scales_desc, b, h, near, total_ptr + (chunk_rows + near) * K, kb, ks, in_k,
+        SCALE, C, BK, FORM, LIMIT, REVERSE,
+    )  # fmt: skip
     flag = tl.load(strong_ptr + chunk_rows + start, mask=stop > first, other=0)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         if REVERSE:
@@ -264,25 +306,14 @@ def gradient_walk_kernel(
         pairs = product(y, x, EXACT)
         # Only after a product, so that the last one of the chunk before needn't be awaited by itself.
         state *= ratio[:, None]
-        rising, falling = read_scales(
-            scales_desc, b, h, t, kb * BK, total_ptr + row, ks, in_k, C, BK, FORM, LIMIT, False
-        )
-        z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
-        a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
-        if REVERSE:
-            outer = falling
-            columns = (z.to(tl.float32) * rising * SCALE).to(y.dtype)
-        else:
-            outer = rising * SCALE
-            columns = (z.to(tl.float32) * falling).to(y.dtype)
+        # As it comes it would enter products from shared memory, and the last had to be awaited.
+        columns = opaque(columns)
         pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
         grad = product(state.to(y.dtype), x, EXACT)
         grad = add_product(grad, columns, pairs, EXACT)
         # The last product, which nothing here awaits: it goes on beside what follows.
         state = add_product(state, columns, y, EXACT)
-        # Rounded as in the other walk's columns, a pair's two pulls are equal and cancel, and so do
-        # those of a token with itself.
-        pull = rounded(a.to(tl.float32) * outer, y) * grad
+        pull = own.to(tl.float32) * grad
         sums = tl.sum(pull, 1)
         unit = tl.full([BK], 1.0, tl.float32)
         if not EXACT:
@@ -294,88 +325,11 @@ def gradient_walk_kernel(
         tl.store(pull_at, pull.to(pull_ptr.dtype.element_ty), mask=in_k[:, None])
         grad *= outer
         grad_desc.store([b, h, t, kb * BK], tl.trans(grad).to(grad_desc.dtype).reshape(1, 1, C, BK))
+        # Last, so that these loads have had a whole chunk's time.
+        near = tl.minimum(tl.maximum(following, 0), num_chunks - 1)
+        columns, own, outer = _gradient_rows(
+            z_desc, a_desc, scales_desc, b, h, near, total_ptr + (chunk_rows + near) * K, kb, ks, in_k,
+            SCALE, C, BK, FORM, LIMIT, REVERSE,
+        )  # fmt: skip
         ratio = next_ratio
         flag = next_flag
-
-
-@triton.jit
-def gate_gradient_kernel(
-    query_pull_desc,
-    query_margin_ptr,
-    key_pull_desc,
-    key_margin_ptr,
-    pairs_pull_ptr,
-    strong_ptr,
-    dg_desc,
-    state_ptr,
-    passed_ptr,
-    entering_ptr,
-    adjoint_ptr,
-    adjoint_passed_ptr,
-    leaving_ptr,
-    table_ptr,
-    H,
-    heads,
-    num_chunks,
-    num_segments,
-    chunks_per_segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    EXACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Gradient of the log decays: the weight of all paths that cross each token's decay.
-
-    At a segment's start that is the sum over V of (state ∘ its gradient). From token to token the
-    paths that end at the token are taken off and those that begin at it put on: the pulls. Going
-    forwards, everything carried is such a weight itself; a sum from the end would cancel where a
-    strong decay cuts the large gradient of a final state off.
-    """
-    kb, segment, bh, b, h, first, stop = find_place(
-        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
-    )
-    ks = kb * BK + tl.arange(0, BK)
-    carried = tl.zeros([BK], tl.float32)
-    for v in tl.range(0, V, BV):
-        vs = v + tl.arange(0, BV)
-        state = entering_state(
-            state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
-        )
-        adjoint = entering_state(
-            adjoint_ptr, adjoint_passed_ptr, leaving_ptr, bh, segment, heads, ks, vs, K, V, True
-        )
-        carried += tl.sum(state * adjoint, 1)
-    i = tl.arange(0, C)
-    before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-    in_k = ks < K
-    for c in tl.range(first, stop, num_stages=STAGES):
-        chunk = bh.to(tl.int64) * num_chunks + c
-        row = chunk * K
-        place = bh * num_chunks + c
-        pull = key_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
-        query_pull = query_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
-        margin_at = row * 2 + ks * 2
-        if not EXACT:
-            unit = tl.load(key_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
-            query_unit = tl.load(query_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
-            pull *= unit[:, None]
-            query_pull *= query_unit[:, None]
-        pull -= query_pull
-        if tl.load(strong_ptr + chunk) != 0:
-            pairs_at = pairs_pull_ptr + row * C + (ks * C)[:, None] + i[None, :]
-            pull += tl.load(pairs_at, mask=in_k[:, None], other=0.0)
-        # A product with 0/1 in place of a running sum less the token's own pull, which may be large.
-        if EXACT or INTERPRETED:
-            dg = tl.dot(pull, before, input_precision="tf32x3")
-        else:
-            high = pull.to(tl.bfloat16)
-            low = (pull - high.to(tl.float32)).to(tl.bfloat16)
-            dg = tl.dot(low, before.to(tl.bfloat16), tl.dot(high, before.to(tl.bfloat16)))
-        dg += carried[:, None]
-        dg_desc.store([b, h, c * C, kb * BK], tl.trans(dg).to(dg_desc.dtype).reshape(1, 1, C, BK))
-        # Pairs inside the chunk have both their pulls in it: none is left in its sum.
-        carried += tl.load(key_margin_ptr + margin_at, mask=in_k, other=0.0)
-        carried -= tl.load(query_margin_ptr + margin_at, mask=in_k, other=0.0)

@@ -242,15 +242,13 @@ def half_decay(total, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, like):
-    """Return x rounded to the dtype of ``like``, in fp32."""
-    x = x.to(like.dtype)
-    if like.dtype != tl.float32 and not INTERPRETED:
-        # Opaque to the compiler, which would else give up on converting two numbers at a time.
+def opaque(x):
+    """Return x in 16 bits, in a way that the compiler takes for a computation."""
+    if x.dtype != tl.float32 and not INTERPRETED:
         x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=like.dtype, is_pure=True, pack=2
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
         )
-    return x.to(tl.float32)
+    return x
 
 
 @triton.jit

@@ -1,0 +1,93 @@
+"""Gradient of the diagonal decays: what is left of the walks' pulls, chunk by chunk."""
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeco.kernels.decay_state import entering_state, find_place
+from zeco.kernels.gate_sums import INTERPRETED
+
+
+@triton.jit
+def gate_gradient_kernel(
+    query_pull_desc,
+    query_margin_ptr,
+    key_pull_desc,
+    key_margin_ptr,
+    pairs_pull_ptr,
+    strong_ptr,
+    dg_desc,
+    state_ptr,
+    passed_ptr,
+    entering_ptr,
+    adjoint_ptr,
+    adjoint_passed_ptr,
+    leaving_ptr,
+    table_ptr,
+    H,
+    heads,
+    num_chunks,
+    num_segments,
+    chunks_per_segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradient of the log decays: the weight of all paths that cross each token's decay.
+
+    At a segment's start that is the sum over V of (state ∘ its gradient). From token to token the
+    paths that end at the token are taken off and those that begin at it put on: the pulls. Going
+    forwards, everything carried is such a weight itself; a sum from the end would cancel where a
+    strong decay cuts the large gradient of a final state off.
+    """
+    kb, segment, bh, b, h, first, stop = find_place(
+        table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
+    )
+    ks = kb * BK + tl.arange(0, BK)
+    carried = tl.zeros([BK], tl.float32)
+    for v in tl.range(0, V, BV):
+        vs = v + tl.arange(0, BV)
+        state = entering_state(
+            state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
+        )
+        adjoint = entering_state(
+            adjoint_ptr, adjoint_passed_ptr, leaving_ptr, bh, segment, heads, ks, vs, K, V, True
+        )
+        carried += tl.sum(state * adjoint, 1)
+    i = tl.arange(0, C)
+    before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+    in_k = ks < K
+    for c in tl.range(first, stop, num_stages=STAGES):
+        chunk = bh.to(tl.int64) * num_chunks + c
+        row = chunk * K
+        place = bh * num_chunks + c
+        pull = key_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
+        query_pull = query_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
+        margin_at = row * 2 + ks * 2
+        if not EXACT:
+            unit = tl.load(key_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
+            query_unit = tl.load(query_margin_ptr + margin_at + 1, mask=in_k, other=0.0)
+            pull *= unit[:, None]
+            query_pull *= query_unit[:, None]
+        pull -= query_pull
+        if tl.load(strong_ptr + chunk) != 0:
+            pairs_at = pairs_pull_ptr + row * C + (ks * C)[:, None] + i[None, :]
+            pull += tl.load(pairs_at, mask=in_k[:, None], other=0.0)
+        # A product with 0/1 in place of a running sum less the token's own pull, which may be large.
+        if EXACT or INTERPRETED:
+            dg = tl.dot(pull, before, input_precision="tf32x3")
+        else:
+            high = pull.to(tl.bfloat16)
+            low = (pull - high.to(tl.float32)).to(tl.bfloat16)
+            dg = tl.dot(low, before.to(tl.bfloat16), tl.dot(high, before.to(tl.bfloat16)))
+        dg += carried[:, None]
+        dg_desc.store([b, h, c * C, kb * BK], tl.trans(dg).to(dg_desc.dtype).reshape(1, 1, C, BK))
+        # Pairs inside the chunk have both their pulls in it: none is left in its sum.
+        carried += tl.load(key_margin_ptr + margin_at, mask=in_k, other=0.0)
+        carried -= tl.load(query_margin_ptr + margin_at, mask=in_k, other=0.0)
