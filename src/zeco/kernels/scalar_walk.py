@@ -304,7 +304,7 @@ def scalar_gate_gradient_kernel(
     PULLS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gradient of the log decays, as `zeco.kernels.decay_walk.gate_gradient_kernel` has it.
+    """Gradient of the log decays, as `zeco.kernels.decay_gate_gradient` has it.
 
     The pulls come in ``PULLS`` parts, to be added.
     """
