@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import threading
-import time
 
 import pytest
 import torch
