@@ -19,10 +19,10 @@ _MAX_EXACT_DIM = 128  # fp32: shared memory ends there
 _STATE_NUMBERS = 128 * 128  # of fp32 that a program of 8 warps holds without spilling
 
 
-# Channels of the narrowest blocks in 16 bits. Kernels for 32 have made illegal accesses on an H200 and
+# Bytes of the narrowest blocks' rows. With rows of 64 kernels have made illegal accesses on an H200 and
 # wrong gradients; for one, ptxas 12.8 had taken products' descriptors from a register that it writes
-# only later. Below, a chunk's row of ratios is too short for where tensor-memory copies may go.
-_NARROWEST = 64
+# only later. With fewer, a chunk's row of ratios is too short for where tensor-memory copies may go.
+_ROW_BYTES = 128
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -61,7 +61,7 @@ class Walk:
 
     def split(self, own: int, other: int) -> int:
         """Return the channels of one dim a program holds, where all of the other are needed."""
-        return min(own, max(_NARROWEST, self.numbers // other))
+        return min(own, max(_ROW_BYTES // 2, self.numbers // other))
 
 
 # In 16 bits, the quickest of a few on an H200: two programs of 4 warps a multiprocessor where their
@@ -165,7 +165,7 @@ class Plan:
 
 def _block(width: int, *, exact: bool) -> int:
     """Return the channels of a block that holds a dim: a power of two."""
-    return max(16 if exact else _NARROWEST, 1 << (width - 1).bit_length())
+    return max(_ROW_BYTES // (4 if exact else 2), 1 << (width - 1).bit_length())
 
 
 def make_plan(
