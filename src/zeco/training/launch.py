@@ -248,9 +248,17 @@ def _rank_main(
         unfinished.rename(Path(folder, f"error-{rank}.json"))
         # Leave at once, the group undestroyed: its end would make other ranks fail before this
         # one's message is there, and an orderly exit could wait for ranks that wait for this one.
-        sys.stdout.flush()
-        os._exit(1)
+        _leave(1)
     dist.destroy_process_group()
+    # All that this process had to write is written. In the interpreter's own end, threads of torch and
+    # gloo that still run have aborted it.
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _follow_parent() -> None:
