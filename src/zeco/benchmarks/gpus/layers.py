@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeco.benchmarks.device import synchronize
+from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.benchmarks.gpus import fla_cp
 from zeco.benchmarks.gpus.team import METHODS, Team, Told, teams
 from zeco.benchmarks.op import BOTH, FORWARD, Call
@@ -85,14 +87,14 @@ def prepare_cases(team: Team, sizes: LayerSizes) -> None:
         team: of one rank.
         sizes: the cases.
     """
-    hold_settings(team)
     for case in sizes.cases:
         if case.elements > PREPARED_ELEMENTS:
             continue
         inputs, d_o = _make_inputs(case, case.tokens, sizes, 0, team.device)
-        for call, options in _calls(team, case, inputs, d_o, {}).values():
-            for run in call.runs(**options).values():
-                run()
+        with fla_untuned(team):
+            for call, options in _calls(team, case, inputs, d_o, {}).values():
+                for run in call.runs(**options).values():
+                    run()
         _free(team)
 
 
@@ -103,20 +105,23 @@ def prepare_peer(team: Team, sizes: LayerSizes) -> None:
         team: of one rank.
         sizes: the cases, all of one operator and number of heads.
     """
-    hold_settings(team)
     case = sizes.cases[0]
     if fla_cp.why_not(case.op, team.device) is None:
         inputs, d_o = _make_inputs(case, sizes.check_tokens, sizes, 0, team.device)
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-        for run in _peer_call(team, case, leaves, d_o).runs().values():
-            run()
+        with fla_untuned(team):
+            for run in _peer_call(team, case, leaves, d_o).runs().values():
+                run()
 
 
-def hold_settings(team: Team) -> int:
-    """Hold FLA's kernels to one setting each if they run here; return their number."""
-    if fla_cp.why_not(fla_cp.OPERATORS[0], team.device) is not None:
-        return 0
-    return fla_cp.hold_settings()
+def runs_fla(team: Team) -> bool:
+    """Return whether FLA's kernels run here."""
+    return fla_cp.why_not(fla_cp.OPERATORS[0], team.device) is None
+
+
+def fla_untuned(team: Team) -> AbstractContextManager[None]:
+    """Hold FLA's kernels to one setting each, whoever calls them, if they run here."""
+    return one_setting_each() if runs_fla(team) else nullcontext()
 
 
 def measure_layers(world: Team, told: Told, sizes: LayerSizes) -> dict[str, Any]:
@@ -130,14 +135,19 @@ def measure_layers(world: Team, told: Told, sizes: LayerSizes) -> dict[str, Any]
     figures: dict[str, Any] = {"complete": False, "notes": [], "checks": [], "rows": []}
     dtype = str(sizes.dtype).removeprefix("torch.")
     figures |= {"dtype": dtype, "gates_dtype": "float32", "check_tokens": sizes.check_tokens}
-    held = hold_settings(world)
-    if held:
-        figures["notes"].append(f"{held} autotuners of FLA's kernels are held to one setting each")
+    if runs_fla(world):
+        figures["notes"].append("FLA's kernels are held to one setting each")
+    with fla_untuned(world):
+        _measure_rows(world, told, sizes, figures)
+    return figures
+
+
+def _measure_rows(world: Team, told: Told, sizes: LayerSizes, figures: dict[str, Any]) -> None:
     for team in teams(world):
         checked: dict[tuple[str, int, int], dict[str, str]] = {}
         for case in sizes.cases:
             if not world.has_time():
-                return figures
+                return
             if team is not None:
                 key = case.op, case.heads, case.head_dim
                 if key not in checked:
@@ -149,7 +159,6 @@ def measure_layers(world: Team, told: Told, sizes: LayerSizes) -> dict[str, Any]
                 _free(team)
             world.gather()
     figures["complete"] = True
-    return figures
 
 
 def _contexts(team: Team) -> dict[str, SequenceParallel]:
