@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeco.kernels.gate_sums import INTERPRETED, LOG2E, add_product, product, read_gates
+from zeco.kernels.gate_sums import (
+    INTERPRETED,
+    LOG2E,
+    add_product,
+    opaque,
+    product,
+    read_gates,
+)
 
 _FLAGS = tl.constexpr(16)  # flags read at a time
 
@@ -57,12 +64,8 @@ def _scale_rows(q, k, exponents, level, C: tl.constexpr):
     later = ((tl.arange(0, C) >> level) & 1) == 1
     decay = tl.exp2(exponents)
     x = (tl.where(later[:, None], q, k).to(tl.float32) * decay).to(q.dtype)
-    if q.dtype != tl.float32 and not INTERPRETED:
-        # Opaque to the compiler, which would else give up on converting two numbers at a time.
-        x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
-        )
-    return decay, x
+    # Else the compiler would give up on converting two numbers at a time.
+    return decay, opaque(x)
 
 
 @triton.jit
