@@ -37,8 +37,8 @@ SCANS = 20
 CYCLES_PER_S = 1.98e9
 TIMEOUT_S = 2.0
 
-# Words of 16 bytes a block, warps, slots of an inbox.
-ELEMENTWISE_CUTS = ((1024, 16, 1), (1024, 32, 1), (2048, 32, 2))
+# Words of 16 bytes a block, warps.
+ELEMENTWISE_CUTS = ((512, 16), (1024, 16), (1024, 32), (2048, 32))
 # Columns, warps, tensor cores, channels a step.
 DENSE_CUTS = ((16, 8, True, 64), (16, 4, False, 16), (32, 8, False, 16))
 
@@ -189,7 +189,6 @@ def describe(layout: ScanLayout) -> dict[str, Any]:
         "precision": layout.precision,
         "step": layout.step,
         "num_blocks": layout.num_blocks,
-        "slots": layout.depth,
     }
 
 
@@ -217,7 +216,7 @@ def run(kind: str, mib: float, ranks: tuple[int, ...], repeats: int, **options) 
         f"({r.get('without_messages_us', float('nan')):.1f})" for r in found["rows"]
     )  # fmt: skip
     errors = max((r.get("error", float("nan")) for r in found["rows"]), default=0)
-    settings = f"w{found['words']}/{found['num_warps']} s{found['slots']}"
+    settings = f"w{found['words']}/{found['num_warps']}"
     if found["columns"]:
         settings = f"c{found['columns']}/{found['num_warps']} {found['precision']}/{found['step']}"
     print(
@@ -241,8 +240,8 @@ def main() -> None:
     command = "python " + shlex.join(sys.argv)
     write_record(arguments.out, command=command, figures=figures)
     if arguments.sweep:
-        for words, warps, depth in ELEMENTWISE_CUTS:
-            options = {"words": words, "num_warps": warps, "depth": depth}
+        for words, warps in ELEMENTWISE_CUTS:
+            options = {"words": words, "num_warps": warps}
             figures["sweep"].append(run("diagonal", 2.0, (2, 8), 3, **options))
         for columns, warps, tensor_cores, step in DENSE_CUTS:
             options = {"columns": columns, "num_warps": warps, "step": step}

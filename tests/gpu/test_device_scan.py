@@ -27,6 +27,8 @@ pytestmark = [
 
 KINDS = ("identity", "scalar", "diagonal", "dense")
 SHAPE = (1, 3, 40, 56)
+LARGE = (1, 12, 128, 128)
+"""Thread blocks take several blocks of it: for 16 ranks, elementwise, of two words a thread."""
 
 
 def make_parameters(kind, *batch, shape=SHAPE, dtype=torch.float32):
@@ -57,7 +59,7 @@ def open_rings(size, *, timeout_s=5.0):
     return [rings.ring(rank, device) for rank in range(size)]
 
 
-def warm_up(streams):
+def warm_up(streams, shape=SHAPE):
     """Load what the tests queue between scans, and fill each stream's pool of memory.
 
     Loading a kernel, or asking CUDA for memory, may wait for all kernels that run: on one GPU also for
@@ -66,7 +68,7 @@ def warm_up(streams):
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1)
-            kept = [torch.empty(SHAPE, device="cuda") for _ in range(600)]
+            kept = [torch.empty(shape, device="cuda") for _ in range(600)]
             kept += [torch.empty(2**20, device="cuda") for _ in range(16)]
     torch.cuda.synchronize()
     del kept
@@ -98,21 +100,25 @@ def relative(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_scans_with_delays(kind, ranks):
+@pytest.mark.parametrize(
+    "kind,ranks,shape",
+    [(kind, ranks, SHAPE) for kind in KINDS for ranks in (2, 4, 8, 16)]
+    + [(kind, ranks, LARGE) for kind in ("diagonal", "dense") for ranks in (8, 16)],
+    ids=str,
+)
+def test_a_thousand_scans_with_delays(kind, ranks, shape):
     """Directions, resets, delays and the order of launches are random; nothing is synchronised."""
     choose = random.Random(0)
     rings = open_rings(ranks)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
-    warm_up(streams)
+    warm_up(streams, shape)
     for _ in range(10):
         n = 100
         ways = torch.tensor([choose.random() < 0.5 for _ in range(n)])
         resets = torch.rand(n, ranks) < 0.1
-        updates = torch.randn(n, ranks, *SHAPE, device="cuda")
-        parameters = make_parameters(kind, n, ranks)
-        initial = torch.randn(n, *SHAPE, device="cuda")
+        updates = torch.randn(n, ranks, *shape, device="cuda")
+        parameters = make_parameters(kind, n, ranks, shape=shape)
+        initial = torch.randn(n, *shape, device="cuda")
         torch.cuda.synchronize()
         found = [[None] * ranks for _ in range(n)]
         for scan in range(n):
@@ -135,7 +141,7 @@ def test_a_thousand_scans_with_delays(kind, ranks):
         torch.cuda.synchronize()
         assert [ring.find_failure() for ring in rings] == [None] * ranks
         for place in (0, 1):
-            states = torch.stack([r[place] for r in results]).view(n, ranks, *SHAPE)
+            states = torch.stack([r[place] for r in results]).view(n, ranks, *shape)
             for reverse in (False, True):
                 chosen = ways == reverse
                 on_gpu = chosen.cuda()

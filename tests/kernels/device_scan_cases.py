@@ -6,14 +6,12 @@ The ranks run one after the other in the order of travel, so that nothing is eve
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import torch
 from decay_cases import let_numpy_index
 
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar
 from zeco.kernels.device_scan import (
-    DEPTH,
     Ports,
     Role,
     launch_scan,
@@ -74,7 +72,7 @@ def relative(found, expected):
 def check(kind, shape, dtype, *, ranks=3, reverse=False, resets=(), initial=True, **options):
     layout = make_layout(shape, dtype, kind, max_programs=2, words=32, **options)
     ports = make_ports(layout, ranks, reverse=reverse)
-    for epoch in range(1, 2 * DEPTH + 2):
+    for epoch in (1, 2, 3):
         transitions = [make_transition(kind, shape, dtype) for _ in range(ranks)]
         for rank in resets:
             transitions[rank] = Reset(kind)
@@ -165,31 +163,19 @@ def a_receiver_that_never_reads_is_noted():
     layout = make_layout(shape, torch.float32, "identity", max_programs=1)
     ports = make_ports(layout, 2, reverse=False)
     update = torch.randn(shape)
-    for epoch in range(1, DEPTH + 2):
+    for epoch in (1, 2):
         before = ports[0].outbox.clone()
         run_rank(layout, ports, 0, 2, update, Identity(), None, reverse=False)
         loss = read_status(ports[0].status)
-        assert (loss is None) == (epoch <= DEPTH)
+        assert (loss is None) == (epoch == 1)
     assert "didn't take" in loss.cause
     # What wasn't read was not written over.
     assert torch.equal(before, ports[0].outbox)
 
 
-def an_epoch_that_differs_finds_nothing():
-    shape = (1, 1, 8, 16)
-    layout = make_layout(shape, torch.float32, "identity", max_programs=1, depth=2)
-    ports = make_ports(layout, 2, reverse=False)
-    run_rank(layout, ports, 0, 2, torch.randn(shape), Identity(), None, reverse=False)
-    ports[1] = replace(ports[1], epochs=torch.ones(1, dtype=torch.int64))
-    entering, _ = run_rank(layout, ports, 1, 2, torch.randn(shape), Identity(), None, reverse=False)
-    assert entering.isnan().all()
-    assert read_status(ports[1].status).scan == 2
-
-
 def failures():
     what_never_comes_is_nan_downstream_and_noted()
     a_receiver_that_never_reads_is_noted()
-    an_epoch_that_differs_finds_nothing()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Link:
 class DeviceChain:
     """What a chain inside kernels takes, without the hosts' hands.
 
-    The figures are of two H200 over NVLink (benchmarks/results/device_scan_gpus_2.json), the start is
+    The figures are of two H200 over NVLink (benchmarks/results/gpus_2.json, "scans"), the start is
     that of a launch from Python (benchmarks/results/device_scan.json, "launch_us").
 
     Attributes:
@@ -37,8 +37,8 @@ class DeviceChain:
 
     start_s: float = 60e-6
     hop_s: float = 2e-6
-    bytes_per_s: float = 170e9
-    flop_per_s: float = 1.8e12
+    bytes_per_s: float = 280e9
+    flop_per_s: float = 8e12
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@
 | identity, scalar, diagonal | a run of its elements, across rows of V |
 | dense | a group of columns of one head, all of K |
 
-All ranks launch once a scan; what they say to each other is in `zeco.kernels.device_mail`. An inbox has
-`DEPTH` slots, taken in turn; a sender takes one again when its receiver says that it has emptied it, so
-consecutive scans need no other synchronisation. The number of a scan, its epoch, is counted in device
-memory by the launches themselves, so that launches may be captured in a graph and replayed.
+All ranks launch once a scan; what they say to each other is in `zeco.kernels.device_mail`. A sender
+fills its receiver's inbox again when that says that it has emptied it, so consecutive scans need no
+other synchronisation. The number of a scan, its epoch, is counted in device memory by the launches
+themselves, so that launches may be captured in a graph and replayed.
 
 A layout has one kernel for every rank, direction and `Reset`: ranks that share a GPU must not wait for
 each other while one of them compiles.
@@ -27,12 +27,15 @@ from torch import Tensor
 from zeco.core.blocks import StateShape
 from zeco.core.errors import UnsupportedError
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar, Transition
-from zeco.kernels.device_mail import CAUSE_BIT, LATE, NO_ROOM, SENT_AS_LOST, WORD_BYTES, receive_asm
+from zeco.kernels.device_ptx import CAUSE_BIT, LATE, NO_ROOM, SENT_AS_LOST, WORD_BYTES, receive_asm
 from zeco.kernels.device_scan_kernels import dense_scan_kernel, elementwise_scan_kernel
 from zeco.kernels.launch import launch
 
-DEPTH = 1
-"""Scans that a sender may be ahead of its receiver. More gain nothing: who is ahead waits anyway."""
+WORDS = 2048
+"""The most words of a block that isn't dense; half as many where a thread block has few of them."""
+
+UNROLL = 2
+"""Blocks that an elementwise kernel's loop takes a turn."""
 
 HELD_BYTES = 256
 """Of a dense transition that a thread may hold in registers while it waits."""
@@ -56,7 +59,6 @@ class ScanLayout:
         precision: of their products: "ieee", or "tf32x3" (three products of tensor cores, as exact).
         step: channels of a product at a time.
         holds: whether a thread block reads a whole matrix before it waits.
-        depth: scans that a sender may be ahead of its receiver: slots of an inbox.
     """
 
     shape: StateShape
@@ -69,7 +71,6 @@ class ScanLayout:
     precision: str = "ieee"
     step: int = 0
     holds: bool = False
-    depth: int = DEPTH
 
     @property
     def lanes(self) -> int:
@@ -86,8 +87,8 @@ class ScanLayout:
 
     @property
     def inbox_elements(self) -> int:
-        """Elements of an inbox, all slots."""
-        return self.depth * self.num_blocks * self.words * self.lanes
+        """Elements of an inbox."""
+        return self.num_blocks * self.words * self.lanes
 
     @property
     def bits(self) -> torch.dtype:
@@ -103,11 +104,10 @@ def make_layout(
     *,
     max_programs: int,
     tensor_cores: bool = False,
-    words: int = 2048,
+    words: int | None = None,
     columns: int | None = None,
     num_warps: int | None = None,
     step: int | None = None,
-    depth: int = DEPTH,
 ) -> ScanLayout:
     """Cut states of a shape.
 
@@ -117,11 +117,11 @@ def make_layout(
         kind: of the transitions.
         max_programs: the most thread blocks that a rank may have.
         tensor_cores: whether the GPU multiplies TF32 numbers; for dense transitions in fp32.
-        words: the most words of 16 bytes a block, for transitions that aren't dense.
+        words: the most words of 16 bytes a block, for transitions that aren't dense; None takes
+            what measured best.
         columns: of a head in a block, for dense transitions; None takes what measured best.
         num_warps: the most warps a thread block; None takes what measured best.
         step: channels of a dense product at a time; None takes what measured best.
-        depth: scans that a sender may be ahead of its receiver.
 
     Raises:
         UnsupportedError: a dense transition of more key channels than the kernel takes.
@@ -130,7 +130,9 @@ def make_layout(
     lanes = WORD_BYTES // dtype.itemsize
     if kind != Dense.kind:
         total = -(-B * H * K * V // lanes)
-        words = max(32, min(words, _power_of_two(-(-total // max_programs))))
+        share = -(-total // max_programs)
+        words = words or (WORDS if share >= 4 * WORDS else WORDS // 2)
+        words = max(32, min(words, _power_of_two(share)))
         return ScanLayout(
             shape,
             dtype,
@@ -138,7 +140,6 @@ def make_layout(
             programs=min(max_programs, -(-total // words)),
             words=words,
             num_warps=max(1, min(num_warps or 32, words // 32)),
-            depth=depth,
         )
     if K > MAX_K:
         raise UnsupportedError(
@@ -164,7 +165,6 @@ def make_layout(
         precision="tf32x3" if three else "ieee",
         step=step,
         holds=three and fits and padded == 4 * step,
-        depth=depth,
     )
 
 
@@ -178,7 +178,7 @@ class Ports:
     """A rank's ends of the scans of one layout and direction.
 
     Attributes:
-        inbox: own memory [DEPTH, blocks, elements], written by the rank before this one.
+        inbox: own memory [blocks, elements], written by the rank before this one.
         outbox: the inbox of the rank after this one.
         room: own memory [programs]: the last epoch that the rank after this one has emptied.
         room_before: the same of the rank before this one.
@@ -220,7 +220,6 @@ def choose_kernel(layout: ScanLayout, *, interpreted: bool) -> tuple[Any, dict[s
     constants = {
         "K": K,
         "V": V,
-        "DEPTH": layout.depth,
         "WORDS": layout.words,
         "LANES": layout.lanes,
         "PACK": pack,
@@ -229,7 +228,8 @@ def choose_kernel(layout: ScanLayout, *, interpreted: bool) -> tuple[Any, dict[s
         "INTERPRETED": interpreted,
     }
     if not layout.columns:
-        return elementwise_scan_kernel, constants | {"NUMEL": B * H * K * V, "KIND": layout.kind}
+        own = {"NUMEL": B * H * K * V, "KIND": layout.kind, "UNROLL": UNROLL}
+        return elementwise_scan_kernel, constants | own
     return dense_scan_kernel, constants | {
         "BK": layout.words * layout.lanes // layout.columns,
         "BV": layout.columns,
@@ -265,16 +265,18 @@ def launch_scan(
         leaving: is written, [B, H, K, V], contiguous.
     """
     given = initial if role.first else None
+    inbox = ports.inbox
+    if role.first:
+        inbox = (update if given is None else given).view(layout.bits)
     kernel, constants = choose_kernel(layout, interpreted=not update.is_cuda)
     launch(
         kernel,
         layout.programs,
         update,
         _parameter(transition, update),
-        update if given is None else given,
         entering,
         leaving,
-        ports.inbox,
+        inbox,
         ports.outbox,
         ports.room,
         ports.room_before,

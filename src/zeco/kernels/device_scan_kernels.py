@@ -2,7 +2,8 @@
 
 A thread block walks over the state's blocks ``program, program + programs, ...``: it reads its own map
 (before it waits), waits for the entering block, and sends the leaving block on before it writes its own
-results. `zeco.kernels.device_scan` launches, and says how states are cut.
+results. On the first rank what enters takes the place of the inbox, and nothing is waited for.
+`zeco.kernels.device_scan` launches, and says how states are cut.
 """
 # ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -16,8 +17,9 @@ from zeco.kernels.device_mail import (
     begin_note,
     empty,
     give_room,
-    is_empty,
+    look,
     read_clock,
+    read_room,
     receive,
     send,
     wait_for_room,
@@ -25,52 +27,32 @@ from zeco.kernels.device_mail import (
 
 
 @triton.jit
-def begin(
-    epochs,
-    room,
-    status,
-    broken,
-    rank,
-    last,
-    timeout_us,
-    DEPTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def begin(epochs, room, status, broken, rank, last, timeout_us, INTERPRETED: tl.constexpr):
     """Return this launch's epoch, its deadline, and whether there is room to send (int32).
 
     After a scan that failed none waits any more.
     """
     program = tl.program_id(0)
+    # All three are under way at once.
     epoch = tl.load(epochs + program) + 1
-    patience = tl.where(tl.load(broken) == 0, tl.cast(timeout_us, tl.int64) * 1000, 0)
+    failed = tl.load(broken)
+    seen = read_room(room + program, INTERPRETED)
+    patience = tl.where(failed == 0, tl.cast(timeout_us, tl.int64) * 1000, 0)
     deadline = read_clock(INTERPRETED) + patience
     sends = tl.cast(0, tl.int32)
     if last == 0:
         what = begin_note(rank, program, epoch)
         sends = wait_for_room(
-            room + program, epoch - DEPTH, deadline, status, broken, what, INTERPRETED
+            seen, room + program, epoch - 1, deadline, status, broken, what, INTERPRETED
         )
     return epoch, deadline, sends
 
 
 @triton.jit
-def finish(
-    inbox,
-    epochs,
-    room_before,
-    epoch,
-    num_blocks,
-    receives,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Empty the inbox's blocks of this program once all its threads have read, and say so."""
+def finish(epochs, room_before, epoch, receives, INTERPRETED: tl.constexpr):
+    """Say that this program has emptied its blocks of the inbox, once all its threads have."""
     program = tl.program_id(0)
-    tl.debug_barrier()
     if receives != 0:
-        for block in tl.range(program, num_blocks, tl.num_programs(0)):
-            empty(inbox + tl.cast(block, tl.int64) * (WORDS * LANES), receives, WORDS, LANES)
         give_room(room_before + program, epoch, INTERPRETED)
     tl.store(epochs + program, epoch)
 
@@ -92,7 +74,12 @@ def load_rows(
     words = tl.arange(0, WORDS)
     element = words[:, None] * LANES + tl.arange(0, LANES)[None, :]
     start = tl.cast(block, tl.int64) * SIZE
-    u = tl.load(update + start + element, mask=element < NUMEL - start, other=0.0)
+    # Read once: what goes through the inboxes shall stay in the cache instead.
+    if NUMEL % SIZE == 0:
+        u = tl.load(update + start + element, eviction_policy="evict_first")
+    else:
+        inside = element < NUMEL - start
+        u = tl.load(update + start + element, mask=inside, other=0.0, eviction_policy="evict_first")
     if KIND == "identity":
         g = tl.zeros([WORDS, 1], u.dtype)
     else:
@@ -105,15 +92,38 @@ def load_rows(
             row = start // per + first // per
         else:
             row = (start + first) // per
-        g = tl.load(log_decay + row, mask=first < NUMEL - start, other=0.0)
+        if NUMEL % SIZE == 0:
+            g = tl.load(log_decay + row)
+        else:
+            g = tl.load(log_decay + row, mask=first < NUMEL - start, other=0.0)
     return u, g
+
+
+@triton.jit
+def look_at_block(
+    inbox,
+    block,
+    receives,
+    has_initial,
+    NUMEL: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return a block of what enters as it is now: of the inbox, or on the first rank of its own."""
+    SIZE: tl.constexpr = WORDS * LANES
+    start = tl.cast(block, tl.int64) * SIZE
+    element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    if NUMEL % SIZE == 0:
+        there = (element >= 0) & ((receives | has_initial) != 0)
+    else:
+        there = (receives != 0) | ((element < NUMEL - start) & (has_initial != 0))
+    return look(inbox + start, there, WORDS, LANES)
 
 
 @triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
 def elementwise_scan_kernel(
     update,
     log_decay,
-    initial,
     entering,
     leaving,
     inbox,
@@ -134,7 +144,7 @@ def elementwise_scan_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     KIND: tl.constexpr,
-    DEPTH: tl.constexpr,
+    UNROLL: tl.constexpr,
     WORDS: tl.constexpr,
     LANES: tl.constexpr,
     PACK: tl.constexpr,
@@ -149,16 +159,13 @@ def elementwise_scan_kernel(
     SIZE: tl.constexpr = WORDS * LANES
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    u, g = load_rows(update, log_decay, program, NUMEL, K, V, KIND, WORDS, LANES)
-    looks = tl.cast(1, tl.int32)
-    epoch, deadline, sends = begin(
-        epochs, room, status, broken, rank, last, timeout_us, DEPTH, INTERPRETED
-    )
-    slot = (epoch % DEPTH) * num_blocks * SIZE
-    inbox += slot
-    outbox += slot
     receives = (first == 0).to(tl.int32)
     element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    u, g = load_rows(update, log_decay, program, NUMEL, K, V, KIND, WORDS, LANES)
+    seen = look_at_block(inbox, program, receives, has_initial, NUMEL, WORDS, LANES)
+    epoch, deadline, sends = begin(
+        epochs, room, status, broken, rank, last, timeout_us, INTERPRETED
+    )
     if resets != 0:
         # Nothing of what enters leaves, so nothing is waited for.
         never = tl.zeros([WORDS], tl.int32)
@@ -167,20 +174,17 @@ def elementwise_scan_kernel(
             there = outbox + tl.cast(block, tl.int64) * SIZE
             send(there, own, never, sends, WORDS, LANES, INTERPRETED)
         sends = tl.cast(0, tl.int32)
-    for block in tl.range(program, num_blocks, programs):
-        # What the next step needs, and isn't looked at before.
-        next_u, next_g = load_rows(
-            update, log_decay, block + programs, NUMEL, K, V, KIND, WORDS, LANES
-        )
+    # Unrolled, so that what is read ahead needn't be moved, for which it would have to be there.
+    for block in tl.range(program, num_blocks, programs, loop_unroll_factor=UNROLL):
         start = tl.cast(block, tl.int64) * SIZE
-        next_start = tl.cast(tl.minimum(block + programs, num_blocks - 1), tl.int64) * SIZE
-        next_looks = is_empty(inbox + next_start, receives, INTERPRETED)
-        inside = element < NUMEL - start
-        given = tl.load(initial + start + element, mask=inside & (has_initial != 0), other=0.0)
+        # What the next step needs, and isn't looked at before; in the last one, anything.
+        ahead = tl.minimum(block + programs, num_blocks - 1)
+        next_u, next_g = load_rows(update, log_decay, ahead, NUMEL, K, V, KIND, WORDS, LANES)
+        decay = tl.exp(g)
         bits, lost = receive(
+            seen,
             inbox + start,
             receives,
-            looks,
             deadline,
             status,
             broken,
@@ -192,14 +196,17 @@ def elementwise_scan_kernel(
             RECEIVE_KINDS,
             INTERPRETED,
         )
-        x = tl.where(first != 0, given, bits.to(u.dtype, bitcast=True))
-        decayed = x if KIND == "identity" else tl.exp(g) * x
+        seen = look_at_block(inbox, ahead, receives, has_initial, NUMEL, WORDS, LANES)
+        x = bits.to(u.dtype, bitcast=True)
+        decayed = x if KIND == "identity" else decay * x
         y = tl.where(resets != 0, u, decayed + u)
         send(outbox + start, y, lost, sends, WORDS, LANES, INTERPRETED)
-        tl.store(entering + start + element, x, mask=inside, cache_modifier=".cs")
-        tl.store(leaving + start + element, y, mask=inside, cache_modifier=".cs")
-        u, g, looks = next_u, next_g, next_looks
-    finish(inbox, epochs, room_before, epoch, num_blocks, receives, WORDS, LANES, INTERPRETED)
+        inside = element < (NUMEL if NUMEL % SIZE == 0 else NUMEL - start)
+        tl.store(entering + start + element, x, mask=inside, eviction_policy="evict_first")
+        tl.store(leaving + start + element, y, mask=inside, eviction_policy="evict_first")
+        empty(inbox + start, lost, receives, WORDS, LANES, INTERPRETED)
+        u, g = next_u, next_g
+    finish(epochs, room_before, epoch, receives, INTERPRETED)
 
 
 @triton.jit
@@ -211,7 +218,7 @@ def load_tile(matrix, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.con
 
 
 @triton.jit
-def split_in_four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def split_matrices(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the four matrices of a tensor [ROWS, COLUMNS, 4]."""
     even, odd = tl.split(x.reshape(ROWS, COLUMNS, 2, 2))
     a, c = tl.split(even)
@@ -223,7 +230,6 @@ def split_in_four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def dense_scan_kernel(
     update,
     matrix,
-    initial,
     entering,
     leaving,
     inbox,
@@ -247,7 +253,6 @@ def dense_scan_kernel(
     STEP: tl.constexpr,
     HOLDS: tl.constexpr,
     PRECISION: tl.constexpr,
-    DEPTH: tl.constexpr,
     WORDS: tl.constexpr,
     LANES: tl.constexpr,
     PACK: tl.constexpr,
@@ -267,11 +272,8 @@ def dense_scan_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch, deadline, sends = begin(
-        epochs, room, status, broken, rank, last, timeout_us, DEPTH, INTERPRETED
+        epochs, room, status, broken, rank, last, timeout_us, INTERPRETED
     )
-    slot = (epoch % DEPTH) * num_blocks * SIZE
-    inbox += slot
-    outbox += slot
     receives = (first == 0).to(tl.int32)
     element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     row, column = element // BV, element % BV
@@ -293,14 +295,17 @@ def dense_scan_kernel(
         inside = (row < K) & (cols < V)
         c = (block % GROUPS) * BV + v
         y = load_tile(update + head * (K * V), k, c, K, V)
-        given = tl.load(initial + at, mask=inside & (has_initial != 0), other=0.0)
+        # The first rank's own lies as states do.
+        where = tl.where(receives != 0, start + element, at)
+        there = (receives != 0) | (inside & (has_initial != 0))
+        seen = tl.load(inbox + where, mask=there, other=0, volatile=True)
         if HOLDS:
             whole = load_tile(matrix + head * (K * K), k, k, K, K)
-            held = split_in_four(whole.reshape(BK, 4, STEP).permute(0, 2, 1), BK, STEP)
+            held = split_matrices(whole.reshape(BK, 4, STEP).permute(0, 2, 1), BK, STEP)
         bits, lost = receive(
+            seen,
             inbox + start,
             receives,
-            1,
             deadline,
             status,
             broken,
@@ -312,13 +317,14 @@ def dense_scan_kernel(
             RECEIVE_KINDS,
             INTERPRETED,
         )
+        empty(inbox + start, lost, receives, WORDS, LANES, INTERPRETED)
         # Of a block all is lost or nothing: its channels are mixed, and where words lie changes.
         lost = tl.zeros([WORDS], tl.int32) + tl.max(lost, 0)
-        x = tl.where(first != 0, given, bits.to(y.dtype, bitcast=True))
+        x = bits.to(y.dtype, bitcast=True)
         tl.store(entering + at, x, mask=inside)
         if resets == 0:
             if HOLDS:
-                parts = split_in_four(x.reshape(4, STEP, BV).permute(1, 2, 0), STEP, BV)
+                parts = split_matrices(x.reshape(4, STEP, BV).permute(1, 2, 0), STEP, BV)
                 for part in tl.static_range(0, 4):
                     y = tl.dot(
                         held[part], parts[part], acc=y, input_precision=PRECISION, out_dtype=y.dtype
@@ -333,4 +339,4 @@ def dense_scan_kernel(
         out = y.reshape(WORDS, LANES)
         send(outbox + start, out, lost, sends, WORDS, LANES, INTERPRETED)
         tl.store(leaving + at, out, mask=inside, cache_modifier=".cs")
-    finish(inbox, epochs, room_before, epoch, num_blocks, receives, WORDS, LANES, INTERPRETED)
+    finish(epochs, room_before, epoch, receives, INTERPRETED)

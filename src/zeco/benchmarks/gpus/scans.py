@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class ScanSizes:
     Attributes:
         mib: sizes of the states, in this order.
         head_dim: K = V of them.
-        kind: of the transitions, ``"diagonal"`` or ``"dense"``.
+        kind: of the transitions, ``"diagonal"`` or ``"dense"``; inside kernels dense ones are timed too.
         rounds: scans in a row that are timed as one.
         repetitions: of every time.
     """
@@ -108,6 +108,7 @@ def _measure(team: Team, mib: float, sizes: ScanSizes) -> dict[str, Any]:
     row["in_a_row"] = {}
     if DEVICE in good:
         row["in_a_row"][DEVICE] = _time_ring(team, own, sizes)
+        _add_dense(row, team, mib, replace(sizes, kind="dense"))
         good_rows = {f"{DEVICE}, waited for": good[DEVICE]}
     else:
         good_rows = {}
@@ -174,6 +175,21 @@ def _time_ring(team: Team, own: AffineMap, sizes: ScanSizes) -> dict[str, Any]:
 
     with torch.cuda.stream(ring.stream):
         return team.row_us(scan, rounds=2 * sizes.rounds, repetitions=sizes.repetitions)
+
+
+def _add_dense(row: dict[str, Any], team: Team, mib: float, sizes: ScanSizes) -> None:
+    """Add the times of scans of dense transitions inside kernels, if they are right."""
+    name = f"{DEVICE}, dense"
+    own = _make_map(team, mib, sizes)
+    calls = _scan_calls(team, own)
+    expected, found = (
+        [calls[which](number) for number in (0, 1)] for which in ("chain, 1 block", DEVICE)
+    )
+    (row["errors"][name],) = team.worst([_difference(found, expected)])
+    if row["errors"][name] <= BOUND:
+        row["in_a_row"][name] = _time_ring(team, own, sizes)
+    else:
+        row["refused"][name] = f"its states are off by {row['errors'][name]:.1e}"
 
 
 def _hop(team: Team, state: Tensor) -> Call:
