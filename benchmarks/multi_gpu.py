@@ -1,14 +1,14 @@
-"""All GPUs of a host in one call: right first, then scans, layers, a model and its longest sequence.
+"""All GPUs of a host in one call: right first, then layers, a model, its longest sequence, and scans.
 
     python benchmarks/multi_gpu.py --out benchmarks/results
 
 It starts a process for each GPU. Parts, any of which --parts picks:
 
 check      every operator and method on all GPUs against one: outputs, states and gradients
-scans      All-Scan inside kernels, driven by the host, and NCCL's collectives, by the state's size
 layers     operators under every method, no sequence parallelism, and FLA's context parallelism
 model      a 1B model, FSDP2: a sequence over all GPUs against one a GPU, and a trace of the scans
 longest    the longest sequence on which that model trains
+scans      All-Scan inside kernels, driven by the host, and NCCL's collectives, by the state's size
 
 Each has its time (--limits PART=SECONDS): when that is over it starts nothing more and keeps what it
 has; a part that hangs is ended, and the others run without it. A part times only what it has found right
@@ -26,6 +26,7 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -37,12 +38,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeco.benchmarks.gpus import charts, fla_cp
-from zeco.benchmarks.gpus.check import check, check_virtual
+from zeco.benchmarks.gpus import charts
+from zeco.benchmarks.gpus.check import COMPILED, check, check_virtual, prepare_check
 from zeco.benchmarks.gpus.layers import (
+    HEADS,
+    LAYER_CASES,
     LayerCase,
     LayerSizes,
+    cases_to_prepare,
     measure_layers,
+    peers_to_prepare,
     prepare_cases,
     prepare_peer,
 )
@@ -63,13 +68,17 @@ from multi_gpu_model import (
 )
 
 VIRTUAL_RANKS = 4
+PREPARING = 9
+"""Processes that compile kernels beside the ranks; each takes a share of the machine's memory. Where
+FLA's kernels are tuned, nothing else may run on a GPU."""
+
 LIMITS_S = {
     "prepare": 120.0,
     "check": 90.0,
-    "scans": 60.0,
-    "layers": 120.0,
-    "model": 90.0,
+    "layers": 150.0,
+    "model": 60.0,
     "longest": 90.0,
+    "scans": 60.0,
 }
 """Seconds of each part; "prepare": since the start, at most waited for kernels before what is timed."""
 
@@ -98,7 +107,8 @@ def run_layers(team: Team, given: argparse.Namespace, told: Told) -> dict[str, A
 
 def layer_sizes(given: argparse.Namespace) -> LayerSizes:
     if not given.tiny:
-        return LayerSizes()
+        picked = [c for c in LAYER_CASES if c.op in given.ops and c.tokens in given.tokens]
+        return LayerSizes(picked, fla_tuning=given.fla_tuning, methods=given.methods)
     if given.device == "cuda":  # what FLA's kernels take, in few of them
         cases = [LayerCase("gated_delta_rule", 1024, heads=2, head_dim=64)]
         return LayerSizes(cases, check_tokens=256, repetitions=2)
@@ -126,16 +136,19 @@ def model_sizes(given: argparse.Namespace) -> ModelSizes:
 
 
 def preparations(given: argparse.Namespace) -> dict[str, Callable[[Team], None]]:
-    """Return what compiles the kernels of the parts that are timed, by name: jobs of their own."""
+    """Return what compiles kernels, by name: jobs of their own."""
     jobs: dict[str, Callable[[Team], None]] = {}
+    if "check" in given.parts and not given.tiny:
+        for name in COMPILED:
+            jobs[f"check-{name}"] = partial(prepare_check, name=name, num_ranks=given.ranks)
     if "layers" in given.parts:
         sizes = layer_sizes(given)
-        for key in dict.fromkeys((case.op, case.heads) for case in sizes.cases):
-            mine = [case for case in sizes.cases if (case.op, case.heads) == key]
-            some = replace(sizes, cases=mine)
-            jobs[f"{key[0]}-{key[1]}"] = partial(prepare_cases, sizes=some)
-            if key[0] in fla_cp.OPERATORS:
-                jobs[f"{key[0]}-{key[1]}-fla"] = partial(prepare_peer, sizes=some)
+        cases = cases_to_prepare(sizes, given.ranks)
+        for op, heads in dict.fromkeys((case.op, case.heads) for case in cases):
+            some = [case for case in cases if (case.op, case.heads) == (op, heads)]
+            jobs[f"{op}-{heads}"] = partial(prepare_cases, sizes=replace(sizes, cases=some))
+        for case in peers_to_prepare(sizes):
+            jobs[f"{case.op}-fla"] = partial(prepare_peer, case=case, sizes=sizes)
     if "model" in given.parts or "longest" in given.parts:
         jobs["model"] = partial(prepare_model, sizes=model_sizes(given))
     return jobs
@@ -143,10 +156,10 @@ def preparations(given: argparse.Namespace) -> dict[str, Callable[[Team], None]]
 
 RUNS: dict[str, Callable[[Team, argparse.Namespace, Told], dict[str, Any]]] = {
     "check": run_check,
-    "scans": run_scans,
     "layers": run_layers,
     "model": run_model,
     "longest": run_longest,
+    "scans": run_scans,
 }
 
 
@@ -159,7 +172,7 @@ def run_parts(
         join_alone(world.device, folder / f"alone-{started}")
     group = new_group(world.size, world.device)
     for part in parts:
-        if part != "check":
+        if part != "check" or given.fla_tuning != "off":
             prepared = wait_until_prepared(store, given)
             Team(group, world.device).gather()
             if world.rank == 0:
@@ -198,28 +211,44 @@ def extent(figures: dict[str, Any]) -> str:
     return "steps timed"
 
 
-def prepare(name: str, number: int, given: argparse.Namespace, folder: Path) -> None:
-    """Do one of the `preparations`, in a process of its own, beside the ranks' first part."""
+def prepare(names: list[str], number: int, given: argparse.Namespace, folder: Path) -> None:
+    """Do some of the `preparations`, in a process of their own, beside the ranks' first part.
+
+    The process ends when nobody waits for it any more, to disturb nothing that is timed.
+    """
+    left = given.started + given.limits["prepare"] - time.time()
+    timer = threading.Timer(max(left, 0.0), os._exit, (1,))
+    timer.daemon = True
+    timer.start()
     device = torch.device(given.device)
     if given.device == "cuda":
         time.sleep(number + 1)  # into the machine's memory one by one, the ranks first
         device = torch.device("cuda", number % given.ranks)
         torch.cuda.set_device(device)
+    done = Store(folder)
     try:
         join_alone(device, folder / f"prepare-{number}")
         assert dist.group.WORLD is not None
-        preparations(given)[name](Team(dist.group.WORLD, device))
-    finally:
-        Store(folder).put(f"prepared-{name}", round(time.time() - given.started, 1))
+        team = Team(dist.group.WORLD, device)
+        jobs = preparations(given)
+        for name in names:
+            jobs[name](team)
+            done.put(f"prepared-{name}", round(time.time() - given.started, 1))
+    finally:  # nobody waits for what failed, nor for what would have followed
+        for name in names:
+            if done.get(f"prepared-{name}") is None:
+                done.put(f"prepared-{name}", "failed")
 
 
 def start_preparing(given: argparse.Namespace, folder: Path) -> None:
     """Start all preparations; they end with this process, or by themselves."""
     context = multiprocessing.get_context("spawn")
-    for number, name in enumerate(preparations(given)):
-        arguments = (name, number, given, folder)
+    names = list(preparations(given))
+    most = PREPARING if given.fla_tuning == "off" else given.ranks
+    for number in range(min(len(names), most)):
+        arguments = (names[number::most], number, given, folder)
         context.Process(
-            target=prepare, args=arguments, name=f"{HELPER}-{name}", daemon=True
+            target=prepare, args=arguments, name=f"{HELPER}-{number}", daemon=True
         ).start()
 
 
@@ -299,6 +328,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--limits", nargs="*", default=[], type=limit, metavar="PART=SECONDS")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, help="left out: a rank for each GPU")
+    parser.add_argument("--ops", nargs="*", default=list(HEADS), choices=list(HEADS))
+    lengths = sorted({case.tokens for case in LAYER_CASES})
+    parser.add_argument(
+        "--tokens",
+        nargs="*",
+        default=lengths,
+        type=int,
+        choices=lengths,
+        help="of layers, on a rank",
+    )
+    methods = list(LayerSizes().methods)
+    parser.add_argument(
+        "--methods", nargs="*", default=methods, choices=methods, help="of layers, beside none"
+    )
+    parser.add_argument(
+        "--fla-tuning", default="off", choices=["default", "off"], help="of its kernels, in layers"
+    )
     parser.add_argument("--tiny", action="store_true", help="sizes to try the script itself with")
     given = parser.parse_args(arguments)
     given.limits = {**LIMITS_S, **dict(given.limits)}

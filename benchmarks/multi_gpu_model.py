@@ -30,7 +30,7 @@ SPLIT = ("zeco, device_chain", "zeco, chain")
 KEEPS_BYTES = 120 * 2**30
 """A GPU of less memory recomputes activations at `ModelSizes.tokens`."""
 
-FILL = 0.88
+FILL = 0.9
 """The part of a GPU's memory that the longest sequence may be predicted to take."""
 
 GRAIN = 4096
@@ -172,13 +172,20 @@ def _describe(team: Team, trainer: Trainer, sizes: ModelSizes) -> dict[str, Any]
 
 
 def _trace(team: Team, step: Callable[[], object], picture: Path) -> dict[str, Any] | None:
-    """Draw where the scans of a step lie, of the last two layers; return it of all, of a middle rank."""
-    middle = team.size // 2
-    if team.rank != middle:
+    """Draw where the scans of a step lie, of the last two layers; return it of all, of a middle rank.
+
+    All ranks trace, and begin together behind kernels that spin: a rank whose host is behind would keep
+    the others' scans waiting.
+    """
+
+    def together() -> None:
+        team.gather()
         step()
-        found = None
-    else:
-        kernels = trace(step)
+
+    middle = team.size // 2
+    kernels = trace(together)
+    found = None
+    if team.rank == middle:
         try:
             found = _draw_trace(kernels, f"rank {middle} of {team.size}", picture)
         except Exception as error:  # the step's times are none the worse for it
@@ -202,6 +209,7 @@ def _draw_trace(kernels: list[Kernel], who: str, picture: Path) -> dict[str, Any
         "scans": len(scans),
         "scans_us": round(sum(s.stop_us - s.start_us for s in scans), 1),
         "under_compute_us": round(sum(s.covered_us for s in scans), 1),
+        "each_us": [round(s.stop_us - s.start_us, 1) for s in scans],
         "shares": [round(s.share, 4) for s in scans],
     }
 
@@ -210,38 +218,47 @@ def measure_longest(team: Team, told: Told, sizes: ModelSizes) -> dict[str, Any]
     """Double the sequence until the next one would not fit, then take the longest that should.
 
     Activations are recomputed. What a length needs is predicted from those before, since a rank that
-    runs out of memory would leave the others waiting.
+    runs out of memory would leave the others waiting. The longest is trained on twice, and the second
+    step timed; the others once.
     """
     sizes = replace(sizes, config=replace(sizes.config, activation_checkpointing=True))
     trainer = Trainer(team, sizes)
     figures = _describe(team, trainer, sizes) | {"rows": []}
+    rows: list[dict[str, Any]] = figures["rows"]
     sp = next(iter(split_contexts(team).values()))
-    tokens: int | None = sizes.tokens
+    ample = team.on_gpu and _memory(team) >= KEEPS_BYTES
+    tokens: int | None = 4 * sizes.tokens if ample else sizes.tokens
+    trainer.step(make_batch(team, min(GRAIN, sizes.tokens) * team.size, 0), sp)  # kernels are new
     doubled = True
-    needs_s = 0.0  # the first length is new to all
-    while tokens is not None and team.has_time(needs_s):
-        figures["rows"].append(_time_length(team, trainer, sp, tokens))
+    while tokens is not None:
+        needs_s = 1.1 * rows[-1]["step_s"] * tokens / rows[-1]["tokens_a_rank"] if rows else 0.0
+        if not team.has_time(needs_s):
+            break
+        rows.append(_time_length(team, trainer, sp, tokens, steps=1))
         told(figures)
-        needs_s = 2.2 * figures["rows"][-1]["step_s"]
-        following = _next_length(team, figures["rows"], sizes) if doubled else None
+        following = _next_length(team, rows, sizes) if doubled else None
         doubled = following == 2 * tokens
+        if following is None and team.has_time(1.1 * rows[-1]["step_s"]):
+            rows[-1] = _time_length(team, trainer, sp, tokens, steps=2)
         tokens = following
-    rows = figures["rows"]
     figures["complete"] = tokens is None
     if rows:
         figures["longest"] = max(row["sequence"] for row in rows)
     return figures
 
 
-def _time_length(team: Team, trainer: Trainer, sp: SequenceParallel, tokens: int) -> dict[str, Any]:
+def _time_length(
+    team: Team, trainer: Trainer, sp: SequenceParallel, tokens: int, *, steps: int
+) -> dict[str, Any]:
+    """Train on a length; ``steps`` says how often that will have been."""
     batch = make_batch(team, tokens * team.size, 0)
-    _clear(team)
+    if steps == 1:
+        _clear(team)
     seconds = team.worst([trainer.step(batch, sp).seconds])[0]
-    if team.has_time(1.2 * seconds):  # once more, with all memory and kernels there
-        seconds = team.worst([trainer.step(batch, sp).seconds])[0]
     row: dict[str, Any] = {
         "tokens_a_rank": tokens,
         "sequence": tokens * team.size,
+        "steps": steps,
         "step_s": round(seconds, 4),
         "us_a_token": round(seconds / (tokens * team.size) * 1e6, 4),
         "tokens_per_s_a_rank": round(tokens / seconds, 1),

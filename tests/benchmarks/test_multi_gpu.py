@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zeco.benchmarks.device import time_in_turn
+from zeco.benchmarks.gpus import graphs
 from zeco.benchmarks.gpus import store as store_module
 from zeco.benchmarks.gpus.check import BOUND
+from zeco.benchmarks.gpus.layers import LayerCase, LayerSizes, cases_to_prepare
 from zeco.benchmarks.gpus.store import Store, Watch
+from zeco.benchmarks.gpus.team import Team
 from zeco.core.errors import RankFailedError
+from zeco.testing import run_processes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "multi_gpu.py"
 
@@ -72,6 +77,8 @@ def test_all_parts_on_two_ranks(tmp_path: Path) -> None:
         assert methods == {"none", "zeco", "zeco, chain", "lasp1", "lasp2", "ulysses"}
         assert case["left_out"].keys() == {"fla cp", "zeco, device_chain"}
         assert len(case["times"]) == 2 * len(methods)
+        assert {time["how"] for time in case["times"]} == {"eager"}  # a CPU has no graphs
+        assert case["ratios"]["eager"]["forward: zeco over none"] > 0
     assert figures["model"]["methods"].keys() == {"data parallel", "zeco, chain"}
     assert all(map(math.isfinite, figures["model"]["losses"]))
     assert [r["sequence"] for r in figures["longest"]["rows"]] == [128, 256, 512]
@@ -88,6 +95,37 @@ def test_one_rank_says_what_it_skips(tmp_path: Path) -> None:
     assert "skipped" in figures["scans"]
     methods = {time["method"] for time in figures["layers"]["rows"][0]["times"]}
     assert methods == {"none", "a middle rank, its scans arrived"}
+
+
+def captured_by(rank_that_fails: int) -> tuple[list[str], dict[str, str]]:
+    """Return what a rank captures and what not, where another one fails in the second of three runs."""
+    group = dist.group.WORLD
+    assert group is not None
+
+    def capture(run: Any, **options: Any) -> Any:
+        if run() == "b" and dist.get_rank() == rank_that_fails:
+            raise RuntimeError("no graph of this")
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "capture", capture)
+        patch.setattr(torch.cuda, "graph_pool_handle", tuple)
+        runs = {name: lambda name=name: name for name in "abc"}
+        replays, refused = graphs.capture_runs(Team(group, torch.device("cpu")), runs)
+    return list(replays), refused
+
+
+def test_what_one_rank_cannot_capture_no_rank_does() -> None:
+    for found, refused in run_processes(2, captured_by, 1):
+        assert found == ["a", "c"]
+        assert refused == {"b": "rank 1: RuntimeError: no graph of this"}
+
+
+def test_all_that_ranks_compute_on_is_prepared() -> None:
+    sizes = LayerSizes([LayerCase("gla", 64, heads=6), LayerCase("gla", 2**30, heads=6)], 16)
+    shapes = {(case.tokens, case.heads) for case in cases_to_prepare(sizes, 4)}
+    ulysses = {(2 * 16, 3), (2 * 64, 3)}  # 4 ranks can't share 6 heads
+    assert shapes == {(16, 6), (2 * 16, 6), (4 * 16, 6), (64, 6)} | ulysses
 
 
 def given(script: ModuleType, folder: Path, *options: str) -> Any:

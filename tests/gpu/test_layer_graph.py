@@ -46,16 +46,24 @@ def test_a_replay_computes_what_a_call_does(conv_width):
     assert compare_replay_with_call(conv_width)
 
 
-def on_rank(algorithm):
+def on_rank(options):
     rank = torch.distributed.get_rank()
     torch.cuda.set_device(rank)
     group = torch.distributed.new_group(backend="nccl")
-    same = compare_replay_with_call(4, SequenceParallel(group, algorithm=algorithm))
+    same = compare_replay_with_call(4, SequenceParallel(group, **options))
     gc.collect()  # a graph holds what a communicator can't end without
     return same
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("algorithm", ["chain", "gather", "doubling", "device_chain"])
-def test_a_replay_exchanges_what_a_call_does(algorithm):
-    assert run_processes(2, on_rank, algorithm, timeout_s=60.0) == [True, True]
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"algorithm": name} for name in ("chain", "gather", "doubling", "device_chain")),
+        {"method": "lasp1"},
+        {"method": "ulysses", "shard_sizes": [500, 500]},
+    ],
+    ids=str,
+)
+def test_a_replay_exchanges_what_a_call_does(options):
+    assert run_processes(2, on_rank, options, timeout_s=60.0) == [True, True]

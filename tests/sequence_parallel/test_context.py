@@ -242,17 +242,25 @@ def test_nodes_that_do_not_add_up():
         zeco.SequenceParallel(nodes=(2, 2))
 
 
-def test_ulysses_takes_shards_of_any_size_without_being_told():
+def test_ulysses_takes_shards_of_any_size_and_asks_for_them_unless_told():
     x = inputs()
     cuts = [0, 50, 70]
 
     def rank_function(group):
-        sp = zeco.SequenceParallel(group, method="ulysses")
-        mine = {n: t[:, cuts[sp.rank] : cuts[sp.rank + 1]] for n, t in x.items()}
-        return zeco.ops.gla(**mine, sp=sp)[0]
+        found = []
+        for shard_sizes in (None, [50, 20]):
+            sp = zeco.SequenceParallel(group, method="ulysses", shard_sizes=shard_sizes)
+            sp.ledger.clear()
+            mine = {n: t[:, cuts[sp.rank] : cuts[sp.rank + 1]] for n, t in x.items()}
+            found.append((zeco.ops.gla(**mine, sp=sp)[0], sp.ledger.sent_messages))
+        return found
 
-    found = torch.cat(run_ranks(2, rank_function, timeout_s=20), 1)
-    torch.testing.assert_close(found, zeco.ops.gla(**x)[0], rtol=1e-4, atol=1e-4)
+    asked, told = zip(*run_ranks(2, rank_function, timeout_s=20), strict=True)
+    for found in (asked, told):
+        o = torch.cat([part for part, _ in found], 1)
+        torch.testing.assert_close(o, zeco.ops.gla(**x)[0], rtol=1e-4, atol=1e-4)
+    for (_, with_sizes), (_, without) in zip(asked, told, strict=True):
+        assert with_sizes == without + 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ def time_in_turn(
     device: torch.device,
     repetitions: int,
     *,
+    warm_up: int = WARM_UP_RUNS,
     meet: Callable[[], None] | None = None,
 ) -> dict[KeyT, list[float]]:
     """Return the seconds of every run, all of them once in each repetition, in alternating order.
@@ -53,11 +54,12 @@ def time_in_turn(
         runs: by name.
         device: where they run.
         repetitions: of each.
+        warm_up: runs of each before any is timed.
         meet: called before each, untimed: lets several ranks begin together.
     """
     found: dict[KeyT, list[float]] = {name: [] for name in runs}
     for run in runs.values():
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(warm_up):
             run()
     for repetition in range(repetitions):
         order = list(runs.items())
@@ -82,8 +84,21 @@ def _time(run: Run, device: torch.device, meet: Callable[[], None] | None) -> fl
     return begin.elapsed_time(end) * 1e-3
 
 
-def capture(run: Run) -> Run:
+def capture(
+    run: Run,
+    *,
+    warm_up: int = WARM_UP_RUNS,
+    pool: Any = None,
+    errors: str = "global",
+) -> Run:
     """Return the replay of a CUDA graph of ``run``, autograd included.
+
+    Args:
+        run: what is captured.
+        warm_up: runs before, which allocate and compile what a graph can't.
+        pool: memory (`torch.cuda.graph_pool_handle`) that the graph shares with others, of which then
+            only one may run at a time and whose results nobody keeps; None for its own.
+        errors: whose forbidden calls end the capture, see `torch.cuda.graph`.
 
     Raises:
         RuntimeError: something in it can't be captured, such as a look at a value.
@@ -91,12 +106,12 @@ def capture(run: Run) -> Run:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(warm_up):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=errors):
         run()
     return graph.replay
 

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zeco.benchmarks.calibration import calibrate
 from zeco.benchmarks.cluster import ClusterSpec
 from zeco.benchmarks.hosts import run_on_hosts
 from zeco.benchmarks.sleep import LayerTimes, SleepSegment
 from zeco.benchmarks.timing import spread, timed_together
-from zeco.collectives.all_to_all import Swap, all_to_all
+from zeco.collectives.all_to_all import Swap, Way, all_to_all
 from zeco.collectives.transport import Transport
 from zeco.core.errors import ArgumentError, unknown_name
 from zeco.core.maps import AffineMap
@@ -166,13 +165,14 @@ def _swap_step_of(
     """Exchange as Ulysses does, without the copies into the order of the sequence."""
     P, (H, K, _) = transport.size, shape
     size = tokens * (H // P) * K
-    parts: list[Tensor] = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(P)]
+    x = torch.zeros(P, size, dtype=torch.bfloat16)
+    way = Way(0, (1,) * P, 0, (1,) * P)
 
     def swap(number: int) -> None:
         if P == 1:  # nothing to exchange, and the copy isn't what is measured
             return
         start = time.perf_counter()
-        all_to_all([Swap(parts, [(size,)] * P) for _ in range(number)], transport)
+        all_to_all([Swap(x, way)] * number, transport)
         transport.ledger.count_wait(time.perf_counter() - start)
 
     def step() -> None:

@@ -52,7 +52,8 @@ class SequenceParallel:
         num_blocks: pipeline blocks of its scan; None lets the cost model choose.
         overlap: whether ranks go on computing while a scan of ``"zeco"`` or ``"lasp2"`` is in flight.
         shard_sizes: tokens of every rank (of each of the 2P slots with layout "zigzag"); None means
-            L // P, one more on the first L % P ranks (slots).
+            L // P, one more on the first L % P ranks (slots). Method ``"ulysses"`` asks all ranks for
+            their tokens at every call unless they are given.
         layout: ``"contiguous"``, or ``"zigzag"``: of 2P slots rank r holds slots r and 2P - 1 - r, for
             hybrids whose softmax layers need balance. The state then passes twice through each rank.
         nodes: ranks on each node, in the order of the ranks, for the scans that know nodes and for
@@ -278,6 +279,11 @@ class SequenceParallel:
             )
         return tuple(local_pieces(bounds, start, stop) for start, stop in spans)
 
+    @property
+    def takes_none(self) -> bool:
+        """Whether None may stand for the gradients of finals that nobody uses."""
+        return getattr(self.method, "takes_none", False)
+
     def swap_heads(
         self, num_tokens: int, cu_seqlens: Tensor | None, num_heads: int, device: torch.device
     ) -> Ulysses | None:
@@ -285,8 +291,13 @@ class SequenceParallel:
         if self.method_name != "ulysses":
             return None
         check_heads(self.transport, num_heads)
-        spans_of = None if self.layout == "contiguous" else self.spans
-        return Ulysses(self.transport, ask_spans(num_tokens, self.transport, device, spans_of))
+        if self.shard_sizes is not None:  # `locate` has compared them with the tokens
+            total = sum(self.shard_sizes)
+            spans = [self.spans(total, rank) for rank in range(self.size)]
+        else:
+            spans_of = None if self.layout == "contiguous" else self.spans
+            spans = ask_spans(num_tokens, self.transport, device, spans_of)
+        return Ulysses(self.transport, spans)
 
     def forward(
         self, segments: Sequence[Segment], initial: Tensor, initials: Sequence[Tensor | None]

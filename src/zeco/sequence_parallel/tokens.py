@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco.collectives.all_to_all import Swap, all_to_all
+from zeco.collectives.all_to_all import Swap, Way, all_to_all
 from zeco.collectives.transport import Transport
 
 Span = tuple[int, int]
@@ -79,19 +79,16 @@ def fetch_tokens(
     rank, ranks = transport.rank, range(transport.size)
     mine = _places(spans[rank])
     arriving = [overlaps(spans[source], wanted[rank]) for source in ranks]
-    counts = [sum(stop - start for start, stop in parts) for parts in arriving]
+    counts = tuple(sum(stop - start for start, stop in parts) for parts in arriving)
     leaving = [
         [(mine[s] + a - s, mine[s] + b - s) for s, a, b in _tagged(spans[rank], wanted[target])]
         for target in ranks
     ]
-    swaps = [
-        Swap(
-            [torch.cat([x[:, :0], *(x[:, a:b] for a, b in parts)], 1) for parts in leaving],
-            [(x.shape[0], count, *x.shape[2:]) for count in counts],
-        )
-        for x in tensors
-    ]
-    found = [torch.cat(parts, 1) for parts in all_to_all(swaps, transport)]
+    sent = tuple(sum(stop - start for start, stop in parts) for parts in leaving)
+    way = Way(1, sent, 1, counts)
+    pieces = [piece for parts in leaving for piece in parts]
+    swaps = [Swap(torch.cat([x[:, :0], *(x[:, a:b] for a, b in pieces)], 1), way) for x in tensors]
+    found = all_to_all(swaps, transport)
     order = [span for parts in arriving for span in parts]
     if order == sorted(order):
         return found

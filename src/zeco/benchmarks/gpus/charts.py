@@ -34,7 +34,10 @@ def draw_scans(path: Path, figures: dict[str, Any], machine: str) -> None:
 
 
 def draw_layers(path: Path, figures: dict[str, Any], machine: str) -> None:
-    """Write the operators' times, all ranks, as bars over no sequence parallelism to a PNG file."""
+    """Write the operators' times, all ranks, as bars over no sequence parallelism to a PNG file.
+
+    Where there are times of graphs, those.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +52,8 @@ def draw_layers(path: Path, figures: dict[str, Any], machine: str) -> None:
     )
     for drawings, row in zip(grid, rows, strict=True):
         for drawing, (work, title) in zip(drawings, PASSES.items(), strict=True):
-            times = [t for t in row["times"] if t["pass"] == work]
+            how = row["times"][-1]["how"]
+            times = [t for t in row["times"] if t["pass"] == work and t["how"] == how]
             names = [t["method"].replace(", ", "\n") for t in times]
             colors = ["C0" if n.startswith("zeco") else "C7" for n in names]
             bars = drawing.bar(names, [t["median_ms"] for t in times], color=colors)
@@ -58,7 +62,9 @@ def draw_layers(path: Path, figures: dict[str, Any], machine: str) -> None:
             drawing.margins(y=0.25)
             drawing.tick_params(axis="x", labelsize=6)
             tokens = row["tokens_a_rank"]
-            drawing.set_title(f"{row['op']}, H={row['heads']}, {tokens} tokens a rank, {title}")
+            drawing.set_title(
+                f"{row['op']}, H={row['heads']}, {tokens} tokens a rank, {title}, {how}"
+            )
             drawing.title.set_fontsize(8)
             drawing.set_ylabel("ms")
     figure.suptitle(f"{most} ranks; x is over no sequence parallelism")

@@ -24,10 +24,30 @@ WIDE = replace(
 )
 CHECKED = (
     SETTINGS["plain"],
-    WIDE,
     SETTINGS["packed"],
     SETTINGS["zigzag"],
+    WIDE,
 )
+COMPILED = ("gla", "linear_attention, normalized", "retention")
+"""Operators that between them have all kernels of `WIDE`; to compile these takes longest."""
+
+
+def prepare_check(team: Team, name: str, num_ranks: int) -> None:
+    """Compile the kernels that an operator of `COMPILED` takes, on one rank.
+
+    Args:
+        team: of one rank.
+        name: of the operator.
+        num_ranks: that will be checked.
+    """
+    problem = Problem(CASES[name], WIDE, torch.float32, device=team.device)
+    problem.one_rank()
+    if num_ranks > 1:
+        solve_on_ranks(problem, num_ranks)
+    if num_ranks > 1 and WIDE.heads % num_ranks == 0:  # Ulysses
+        heads = WIDE.heads // num_ranks
+        fewer = replace(WIDE, heads=heads, key_heads=heads)
+        Problem(CASES[name], fewer, torch.float32, device=team.device).one_rank()
 
 
 def check(

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeco.benchmarks.device import synchronize
-from zeco.benchmarks.fla_settings import one_setting_each
+from zeco.benchmarks.fla_settings import compiled_side_by_side, one_setting_each
 from zeco.benchmarks.gpus import fla_cp
-from zeco.benchmarks.gpus.team import METHODS, Team, Told, teams
-from zeco.benchmarks.op import BOTH, FORWARD, Call
+from zeco.benchmarks.gpus.layer_times import MIDDLE, NONE, free, time_methods
+from zeco.benchmarks.gpus.team import METHODS, Team, Told, team_sizes, teams
+from zeco.benchmarks.op import BOTH, Call
 from zeco.benchmarks.op_gate import BOUNDS, GATES, cast_inputs
-from zeco.benchmarks.timing import spread
 from zeco.benchmarks.virtual_ranks import middle_rank
 from zeco.sequence_parallel import SequenceParallel
 from zeco.testing.cases import CASES, Setting
 
-NONE, PEER, MIDDLE = "none", "fla cp", "a middle rank, its scans arrived"
+PEER = "fla cp"
 GATE_FACTOR = 4.0
 """Gradients of what decays are made of are sums in which large terms cancel."""
 
@@ -59,8 +58,9 @@ LAYER_CASES = tuple(
 )
 """What is timed, the most important first."""
 
-PREPARED_ELEMENTS = 2**28
-"""Larger cases are not run to compile kernels, which several processes do on one GPU."""
+LARGE_ELEMENTS = 2**28
+"""Larger cases are not run to compile kernels, which several processes do on one GPU, and take so long
+that the host's launches don't show: they are timed less often."""
 
 
 @dataclass(frozen=True)
@@ -71,45 +71,79 @@ class LayerSizes:
         cases: in this order.
         check_tokens: on each rank, of the comparison with one rank before.
         dtype: of inputs; gates are fp32.
-        repetitions: of every time.
+        repetitions: of every time; at most three of a large case.
+        fla_tuning: ``"default"``: FLA's kernels take what its autotuning finds; ``"off"``: one setting
+            each, whoever calls them.
+        methods: that are compared with none.
     """
 
     cases: Sequence[LayerCase] = LAYER_CASES
     check_tokens: int = 1024
     dtype: torch.dtype = torch.bfloat16
     repetitions: int = 5
+    fla_tuning: str = "off"
+    methods: Sequence[str] = (*METHODS, PEER)
+
+    def repetitions_of(self, case: LayerCase) -> int:
+        """Return how often a case is timed."""
+        return min(self.repetitions, 3) if case.elements > LARGE_ELEMENTS else self.repetitions
+
+
+def cases_to_prepare(sizes: LayerSizes, num_ranks: int) -> list[LayerCase]:
+    """Return whatever a rank computes on, each once, but for large cases."""
+    small = [replace(case, tokens=sizes.check_tokens) for case in sizes.cases]
+    found: list[LayerCase] = []
+    for case in [*sizes.cases, *small]:  # autotuning keeps what it finds at the first call
+        if case.elements > LARGE_ELEMENTS:
+            continue
+        found.append(case)
+        for P in team_sizes(num_ranks):
+            longer = replace(case, tokens=P * case.tokens)
+            if case in small:  # the whole sequence, to compare with
+                found.append(longer)
+            if "ulysses" in sizes.methods and case.heads % P == 0:
+                found.append(replace(longer, heads=case.heads // P))
+    return list(dict.fromkeys(found))
+
+
+def peers_to_prepare(sizes: LayerSizes) -> list[LayerCase]:
+    """Return a case, not a large one, for each operator that the peer has."""
+    found: dict[str, LayerCase] = {}
+    for case in sizes.cases:
+        if PEER in sizes.methods and case.op in fla_cp.OPERATORS:
+            small = replace(case, tokens=sizes.check_tokens)
+            found.setdefault(case.op, small if case.elements > LARGE_ELEMENTS else case)
+    return list(found.values())
 
 
 def prepare_cases(team: Team, sizes: LayerSizes) -> None:
-    """Compile the kernels of all cases, on one rank: what its neighbours bring is made up.
+    """Compile the kernels of cases, on one rank: what its neighbours bring is made up.
 
     Args:
         team: of one rank.
         sizes: the cases.
     """
     for case in sizes.cases:
-        if case.elements > PREPARED_ELEMENTS:
-            continue
         inputs, d_o = _make_inputs(case, case.tokens, sizes, 0, team.device)
-        with fla_untuned(team):
-            for call, options in _calls(team, case, inputs, d_o, {}).values():
+        with fla_settings(team, sizes):
+            for call, options in _calls(team, case, inputs, d_o, sizes.methods, {}).values():
                 for run in call.runs(**options).values():
                     run()
-        _free(team)
+        free(team)
 
 
-def prepare_peer(team: Team, sizes: LayerSizes) -> None:
-    """Compile the peer's kernels for the first of the cases, on one rank.
+def prepare_peer(team: Team, case: LayerCase, sizes: LayerSizes) -> None:
+    """Compile the peer's kernels for a case, on one rank.
 
     Args:
         team: of one rank.
-        sizes: the cases, all of one operator and number of heads.
+        case: at whose tokens its kernels are tuned, if they are.
+        sizes: of what is measured.
     """
-    case = sizes.cases[0]
     if fla_cp.why_not(case.op, team.device) is None:
-        inputs, d_o = _make_inputs(case, sizes.check_tokens, sizes, 0, team.device)
+        inputs, d_o = _make_inputs(case, case.tokens, sizes, 0, team.device)
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-        with fla_untuned(team):
+        with fla_settings(team, sizes):
             for run in _peer_call(team, case, leaves, d_o).runs().values():
                 run()
 
@@ -119,9 +153,11 @@ def runs_fla(team: Team) -> bool:
     return fla_cp.why_not(fla_cp.OPERATORS[0], team.device) is None
 
 
-def fla_untuned(team: Team) -> AbstractContextManager[None]:
-    """Hold FLA's kernels to one setting each, whoever calls them, if they run here."""
-    return one_setting_each() if runs_fla(team) else nullcontext()
+def fla_settings(team: Team, sizes: LayerSizes) -> AbstractContextManager[None]:
+    """Give FLA's kernels their settings, if they run here."""
+    if not runs_fla(team):
+        return nullcontext()
+    return one_setting_each() if sizes.fla_tuning == "off" else compiled_side_by_side()
 
 
 def measure_layers(world: Team, told: Told, sizes: LayerSizes) -> dict[str, Any]:
@@ -136,33 +172,50 @@ def measure_layers(world: Team, told: Told, sizes: LayerSizes) -> dict[str, Any]
     dtype = str(sizes.dtype).removeprefix("torch.")
     figures |= {"dtype": dtype, "gates_dtype": "float32", "check_tokens": sizes.check_tokens}
     if runs_fla(world):
-        figures["notes"].append("FLA's kernels are held to one setting each")
-    with fla_untuned(world):
+        tuned = "take what its autotuning finds", "are held to one setting each"
+        figures["notes"].append(f"FLA's kernels {tuned[sizes.fla_tuning == 'off']}")
+    with fla_settings(world, sizes):
         _measure_rows(world, told, sizes, figures)
     return figures
 
 
 def _measure_rows(world: Team, told: Told, sizes: LayerSizes, figures: dict[str, Any]) -> None:
+    left: list[str] = []
     for team in teams(world):
         checked: dict[tuple[str, int, int], dict[str, str]] = {}
+        took: dict[str, tuple[float, int]] = {}
         for case in sizes.cases:
-            if not world.has_time():
-                return
+            seconds, elements = took.get(case.op, (0.0, case.elements))
+            if not world.has_time(seconds * case.elements / elements):
+                left.append(f"{case.op}, {case.tokens} tokens a rank")
+                continue
             if team is not None:
+                begun = time.monotonic()
                 key = case.op, case.heads, case.head_dim
                 if key not in checked:
                     check = _check(team, case, sizes)
                     figures["checks"].append(check)
                     checked[key] = check["left_out"]
-                figures["rows"].append(_time(team, case, sizes, checked[key]))
+                row = _time(team, case, sizes, checked[key])
+                free(team)
+                row["seconds"] = round(time.monotonic() - begun, 1)
+                figures["rows"].append(row)
                 told(figures)
-                _free(team)
+                took[case.op] = row["seconds"], case.elements
             world.gather()
-    figures["complete"] = True
+    if left:
+        figures["notes"].append(f"no time was left for {'; '.join(left)}")
+    figures["complete"] = not left
 
 
-def _contexts(team: Team) -> dict[str, SequenceParallel]:
-    return {name: SequenceParallel(team.group, **how) for name, how in METHODS.items()}
+def _contexts(team: Team, tokens: int, methods: Sequence[str]) -> dict[str, SequenceParallel]:
+    """Return the methods' contexts; the one that would ask for the others' tokens is told them."""
+    told: dict[str, dict[str, Any]] = {"ulysses": {"shard_sizes": [tokens] * team.size}}
+    return {
+        name: SequenceParallel(team.group, **how, **told.get(name, {}))
+        for name, how in METHODS.items()
+        if name in methods
+    }
 
 
 def _make_inputs(
@@ -184,7 +237,12 @@ def _make_inputs(
 
 
 def _calls(
-    team: Team, case: LayerCase, inputs: dict[str, Tensor], d_o: Tensor, left_out: dict[str, str]
+    team: Team,
+    case: LayerCase,
+    inputs: dict[str, Tensor],
+    d_o: Tensor,
+    methods: Sequence[str],
+    left_out: dict[str, str],
 ) -> dict[str, tuple[Call, dict[str, Any]]]:
     """Return every method's call and its further options."""
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -193,11 +251,13 @@ def _calls(
     if team.size == 1:
         found[MIDDLE] = ours, {"sp": middle_rank(ours.outputs, ours.gradients)}
         return found
-    for name, sp in _contexts(team).items():
+    for name, sp in _contexts(team, d_o.shape[1], methods).items():
         if name == "ulysses" and case.heads % team.size:
             left_out[name] = f"{case.heads} heads, {team.size} ranks"
         elif name not in left_out:
             found[name] = ours, {"sp": sp}
+    if PEER not in methods:
+        return found
     reason = left_out.get(PEER) or fla_cp.why_not(case.op, team.device)
     if reason is None:
         try:
@@ -223,7 +283,9 @@ def _check(team: Team, case: LayerCase, sizes: LayerSizes) -> dict[str, Any]:
     parts = {n: x[:, mine].detach().contiguous() for n, x in whole.items()}
     left_out: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
-    for name, (call, options) in _calls(team, case, parts, d_o[:, mine], left_out).items():
+    for name, (call, options) in _calls(
+        team, case, parts, d_o[:, mine], sizes.methods, left_out
+    ).items():
         if name in (NONE, MIDDLE):  # it computes something else on all but the first rank
             continue
         try:
@@ -270,54 +332,16 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _time(
     team: Team, case: LayerCase, sizes: LayerSizes, left_out: dict[str, str]
 ) -> dict[str, Any]:
-    """Time all methods on a case; ratios are to no sequence parallelism."""
+    """Time all methods on a case."""
     inputs, d_o = _make_inputs(case, case.tokens, sizes, team.rank, team.device)
-    runs: dict[tuple[str, str], Callable[[], object]] = {}
-    for name, (call, options) in _calls(team, case, inputs, d_o, left_out).items():
-        for work, run in call.runs(**options).items():
-            runs[name, work] = run
-    host = {key: _host_ms(team, run) for key, run in runs.items()}
-    times = team.times(runs, sizes.repetitions)
+    left_out = dict(left_out)
+    runs = {
+        (name, work): run
+        for name, (call, options) in _calls(
+            team, case, inputs, d_o, sizes.methods, left_out
+        ).items()
+        for work, run in call.runs(**options).items()
+    }
     row: dict[str, Any] = {"op": case.op, "ranks": team.size, "tokens_a_rank": case.tokens}
-    row |= {"heads": case.heads, "head_dim": case.head_dim, "left_out": left_out, "times": []}
-    figures = {key: spread(seconds) for key, seconds in times.items()}
-    for (name, work), found in figures.items():
-        over = found["median_ms"] / figures[NONE, work]["median_ms"]
-        row["times"].append(
-            {"method": name, "pass": work, **found, "over_none": round(over, 4)}
-            | {"launches_ms": host[name, work]}
-        )
-    row["ratios"] = _ratios(figures)
-    return row
-
-
-def _host_ms(team: Team, run: Callable[[], object]) -> float:
-    """Return how long the host is busy with a call; with waiting, if it waits for the GPU halfway."""
-    run()
-    synchronize(team.device)
-    team.meet()
-    start = time.perf_counter()
-    run()
-    took = (time.perf_counter() - start) * 1e3
-    synchronize(team.device)
-    return round(team.worst([took])[0], 3)
-
-
-def _ratios(figures: dict[tuple[str, str], dict[str, Any]]) -> dict[str, float]:
-    """Return what ZeCO, at its best scan, is to the others: below 1 it is faster."""
-    found: dict[str, float] = {}
-    for work in (FORWARD, BOTH):
-        times = {n: f["median_ms"] for (n, w), f in figures.items() if w == work}
-        ours = [t for n, t in times.items() if n.startswith("zeco")]
-        if ours:
-            found |= {
-                f"{work}: zeco over {name}": round(min(ours) / t, 4)
-                for name, t in times.items()
-                if not name.startswith("zeco")
-            }
-    return found
-
-
-def _free(team: Team) -> None:
-    if team.on_gpu:
-        torch.cuda.empty_cache()
+    row |= {"heads": case.heads, "head_dim": case.head_dim, "left_out": left_out}
+    return row | time_methods(team, runs, sizes.repetitions_of(case), left_out)

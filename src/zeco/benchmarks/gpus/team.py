@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeco.benchmarks.device import KeyT, Run, synchronize, time_in_turn
+from zeco.benchmarks.device import WARM_UP_RUNS, KeyT, Run, synchronize, time_in_turn
 
 Told = Callable[[dict[str, Any]], None]
 """Called with a part's figures whenever there are more of them."""
@@ -30,6 +30,9 @@ with messages that the host launches, the third as the cost model chooses."""
 
 LEAD_CYCLES = 20_000_000
 """About 10 ms of a GPU's clock, in which the host queues what is timed."""
+
+REPLAY_LEAD_CYCLES = 2_000_000
+"""The same where that is the replay of a graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +86,41 @@ class Team:
         """Let the ranks begin what comes next together."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
-    def meet(self) -> None:
-        """Let the ranks begin what comes next together; on a GPU not before the host has queued it."""
-        self.gather()
-        if self.on_gpu:
-            torch.cuda._sleep(LEAD_CYCLES)  # pyright: ignore[reportPrivateUsage]
+    def meet(self, lead_cycles: int = LEAD_CYCLES) -> None:
+        """Let the ranks begin what comes next together; on a GPU not before the host has queued it.
 
-    def times(self, runs: Mapping[KeyT, Run], repetitions: int) -> dict[KeyT, list[float]]:
+        GPUs whose clocks differ spin for different times, so they meet behind that.
+        """
+        if self.on_gpu:
+            torch.cuda._sleep(lead_cycles)  # pyright: ignore[reportPrivateUsage]
+        self.gather()
+
+    def times(
+        self,
+        runs: Mapping[KeyT, Run],
+        repetitions: int,
+        *,
+        warm_up: int = WARM_UP_RUNS,
+        lead_cycles: int = LEAD_CYCLES,
+    ) -> dict[KeyT, list[float]]:
         """Return the seconds of the slowest rank in each repetition of every run.
 
         As `time_in_turn`, but every run begins on all ranks together, and on GPUs behind a kernel
         that spins, so that launches count only where a run waits for the GPU halfway.
+
+        Args:
+            runs: by name.
+            repetitions: of each.
+            warm_up: runs of each before any is timed.
+            lead_cycles: for which GPUs spin.
         """
-        own = time_in_turn(runs, self.device, repetitions, meet=self.meet)
+        own = time_in_turn(
+            runs,
+            self.device,
+            repetitions,
+            warm_up=warm_up,
+            meet=lambda: self.meet(lead_cycles),
+        )
         flat = self.worst([seconds for times in own.values() for seconds in times])
         return {name: flat[i * repetitions : (i + 1) * repetitions] for i, name in enumerate(own)}
 

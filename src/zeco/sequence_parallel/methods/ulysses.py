@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco.collectives.all_to_all import Swap, all_to_all, gather_sizes
+from zeco.collectives.all_to_all import Swap, Way, all_to_all, gather_sizes
 from zeco.collectives.transport import Transport
 from zeco.core.errors import UnsupportedError
 from zeco.core.partition import shard_bounds
 
-Spans = tuple[tuple[int, int], ...]
+Span = tuple[int, int]
+Spans = tuple[Span, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +38,6 @@ class Ulysses:
         """Tokens of every rank."""
         return [sum(stop - start for start, stop in spans) for spans in self.spans]
 
-    @property
-    def order(self) -> Tensor:
-        """Where the tokens of all ranks, one rank after the other, lie in the sequence."""
-        return torch.cat(
-            [torch.arange(start, stop) for spans in self.spans for start, stop in spans]
-        )
-
     def to_heads(self, inputs: Sequence[Tensor], states: Tensor) -> tuple[list[Tensor], Tensor]:
         """Turn own tokens of all heads into all tokens of own heads.
 
@@ -55,16 +49,12 @@ class Ulysses:
             The inputs [B, L, H/P, ...], tokens in the order of the sequence, and the states
             [N, H/P, ...].
         """
-        P = self.transport.size
-        swaps = [Swap(states.split(states.shape[1] // P, 1), self._state_shapes(states))]
-        for x in inputs:
-            B, _, H, *rest = x.shape
-            shapes = [(B, size, H // P, *rest) for size in self.sizes]
-            swaps.append(Swap(x.split(H // P, 2), shapes))
-        found_states, *found = all_to_all(swaps, self.transport)
-        places = self.order.argsort().to(states.device)
-        wholes = [torch.cat(parts, 1)[:, places] for parts in found]
-        return wholes, torch.stack(found_states).sum(0)
+        P, sizes = self.transport.size, tuple(self.sizes)
+        swaps = [Swap(states[None], Way(2, (states.shape[1] // P,) * P, 0, (1,) * P))]
+        swaps += [Swap(x, Way(2, (x.shape[2] // P,) * P, 1, sizes)) for x in inputs]
+        found, *wholes = all_to_all(swaps, self.transport)
+        lengths = [stop - start for start, stop in self._row]
+        return [_ordered(x, lengths, self._order) for x in wholes], found.sum(0)
 
     def to_tokens(self, o: Tensor, finals: Tensor) -> tuple[Tensor, Tensor]:
         """Turn all tokens of own heads into own tokens of all heads.
@@ -76,20 +66,38 @@ class Ulysses:
         Returns:
             The outputs [B, T, H, ...] and the states [N, H, ...].
         """
-        P, mine = self.transport.size, self.sizes[self.transport.rank]
-        B, _, heads, *rest = o.shape
-        parts = o[:, self.order.to(o.device)].split(self.sizes, 1)
-        swaps = [
-            Swap(parts, [(B, mine, heads, *rest)] * P),
-            Swap([finals] * P, [tuple(finals.shape)] * P),
-        ]
-        found, found_finals = all_to_all(swaps, self.transport)
-        return torch.cat(found, 2), torch.cat(found_finals, 1)
+        P, heads = self.transport.size, finals.shape[1]
+        order = self._order
+        lengths = [self._row[i][1] - self._row[i][0] for i in order]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        by_rank = _ordered(o, lengths, back)
+        copies = finals.expand(P, *finals.shape)  # one for every rank
+        found, states = all_to_all(
+            [
+                Swap(by_rank, Way(1, tuple(self.sizes), 2, (o.shape[2],) * P)),
+                Swap(copies, Way(0, (1,) * P, 2, (heads,) * P)),
+            ],
+            self.transport,
+        )
+        return found, states[0]
 
-    def _state_shapes(self, states: Tensor) -> list[tuple[int, ...]]:
-        P = self.transport.size
-        N, H, *rest = states.shape
-        return [(N, H // P, *rest)] * P
+    @property
+    def _row(self) -> list[Span]:
+        """The slots of all ranks, one rank after the other."""
+        return [span for spans in self.spans for span in spans]
+
+    @property
+    def _order(self) -> list[int]:
+        """Places in that row, in the order of the sequence."""
+        return sorted(range(len(self._row)), key=lambda i: (self._row[i], i))
+
+
+def _ordered(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Put parts of dim 1 into another order; no copy is made when they have it already."""
+    if list(order) == sorted(order):
+        return x
+    parts = x.split(list(lengths), 1)
+    return torch.cat([parts[i] for i in order], 1)
 
 
 def check_heads(transport: Transport, heads: int) -> None:
