@@ -1,10 +1,10 @@
-"""FLA's kernels take one setting where tuning is off, others are left alone."""
+"""FLA's kernels take one setting or have all compiled first; others are left alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from zeco.benchmarks.fla_settings import one_setting_each
+from zeco.benchmarks.fla_settings import compiled_side_by_side, one_setting_each
 
 triton = pytest.importorskip("triton")
 
@@ -25,6 +25,9 @@ class Kernel:
 
     def run(self, *args, **settings):
         self.ran.append(settings["num_warps"])
+
+    def warmup(self, *args, grid, **settings):
+        self.ran.append(("compiled", *args, grid, settings["num_warps"]))
 
 
 def tuned(module):
@@ -66,3 +69,21 @@ def test_tuning_is_on_again_afterwards():
     tuner, _, timed = tuned("fla.ops.some.chunk")
     tuner.run(1)
     assert len(timed) == 3
+
+
+def test_all_settings_are_compiled_before_the_first_is_timed():
+    tuner, kernel, timed = tuned("fla.ops.some.chunk")
+    with compiled_side_by_side():
+        tuner.run(1, grid="the grid", warmup=False)
+        tuner.run(1, grid="the grid", warmup=False)
+    compiled = [("compiled", 1, "the grid", warps) for warps in (2, 4, 8)]
+    assert kernel.ran == [*compiled, 2, 4, 8, 2, 2]
+    assert len(timed) == 3
+
+
+def test_other_kernels_are_compiled_as_ever():
+    tuner, kernel, _ = tuned("somebody.kernels")
+    with compiled_side_by_side():
+        tuner.run(1)
+    assert kernel.ran == [2, 4, 8, 2]
+    assert triton.runtime.autotuner.Autotuner.prune_configs.__name__ == "prune_configs"

@@ -11,7 +11,7 @@ from zeco.benchmarks import op, op_gate
 from zeco.benchmarks.device import pick_device, time_in_turn
 from zeco.benchmarks.floors import DECAY_PRODUCTS, floors
 from zeco.benchmarks.op_report import draw_times, tables
-from zeco.benchmarks.peers import PEERS, why_no_peer
+from zeco.benchmarks.peers import OTHERS, PEERS, find_peer, why_no_peer
 from zeco.benchmarks.virtual_ranks import solve_on_ranks
 from zeco.core.errors import ArgumentError
 from zeco.testing.cases import CASES, Case, Setting
@@ -147,8 +147,10 @@ def test_unknown_devices() -> None:
 
 
 def test_peers() -> None:
-    assert PEERS.keys() <= CASES.keys()
-    assert "no operator" in str(why_no_peer("ssd", CPU, grouped=False))
+    assert PEERS.keys() | OTHERS.keys() <= CASES.keys()
+    assert find_peer("ssd") is OTHERS["ssd"]
+    assert "mamba_ssm need a CUDA device" in str(why_no_peer("ssd", CPU, grouped=True))
+    assert "there is no peer" in str(why_no_peer("lightning_attention", CPU, grouped=False))
     cuda = torch.device("cuda")
     assert why_no_peer("gla", cuda, grouped=False) is None
     assert "grouped" in str(why_no_peer("gla", cuda, grouped=True))

@@ -33,6 +33,17 @@ def test_strong_decay_of_a_delta_rule(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no peer" not in shown
 
 
+def test_bounded_decays_of_rwkv7(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "op.json"
+    bounded = ["--lower-bound", "-0.5", "--passes", "forward", "--out", str(out)]
+    assert main(["bench", "op", "rwkv7", *QUICK, *bounded]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert {row["pass"] for row in figures["rows"]} == {"forward"}
+    assert figures["gate"]["errors"]["zeco"].keys() == {"o", "final_state"}
+    assert out.with_suffix(".png").exists()
+    assert "fwd+bwd" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -44,6 +55,8 @@ def test_strong_decay_of_a_delta_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["linear_attention", "--strong"], "--strong: linear_attention has no decay"),
         (["delta_rule", "--gates-dtype", "float32"], "--gates-dtype: delta_rule has no decay"),
         (["gla", *QUICK, "--peer", "fla"], "--peer fla:"),
+        (["gla", "--lower-bound", "-1"], "--lower-bound -1.0: gla takes none"),
+        (["rwkv7", "--lower-bound", "1"], "--lower-bound 1.0: give one below 0"),
     ],
 )
 def test_wrong_use_is_one_line(

@@ -16,7 +16,7 @@ from triton.runtime.autotuner import Autotuner
 
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import BackendError
-from zeco.kernels import delta_maps
+from zeco.kernels import delta_run_maps
 from zeco.kernels.delta_maps import (
     adjoints_through,
     apply_maps,
@@ -26,7 +26,8 @@ from zeco.kernels.delta_maps import (
 )
 from zeco.operators import fla_check, fla_delta, fla_runs
 from zeco.operators.delta_call import DeltaRuleOperator
-from zeco.operators.fla_dplr_passes import dplr_passes
+from zeco.operators.fla_dplr_passes import DplrPasses, dplr_passes
+from zeco.operators.fla_passes import Passes
 from zeco.operators.rwkv7 import RWKV7Operator
 
 MODULES = (
@@ -166,6 +167,16 @@ def segments(name):
         check(name, 1, 150, 1, local_pieces([0, 140, 141, 141, 220], 10, 160), lower_bound=-0.3)
 
 
+def forgetting(name):
+    """Once a transition is zero neither it nor the walk back goes on, and nothing is missed."""
+    Passes.PROGRAMS = DplrPasses.PROGRAMS = delta_run_maps.LOOK = 1
+    T = 130 if name == "rwkv7" else 200
+    check(name, 1, T, 1, whole(T), decay=8.0)
+    call = make_operator(name, "fla").segment(make(name, 1, T, 1, 16, 32, 8.0), whole(T))
+    call.summarize()
+    assert 1 <= call._passes.reach.max() < -(-T // call.kind.CHUNK)
+
+
 def chains():
     """States, adjoints and maps through maps; more than 128 channels lie in two blocks."""
     for B, r, H, K, V in ((2, 3, 2, 16, 40), (1, 2, 1, 144, 16)):
@@ -217,17 +228,18 @@ def self_check(name):
     zeros = torch.zeros(1, 1, 16, 16)
     call = make_operator(name, "fla").segment(make(name, 1, 20, 1, 16, 16), whole(20))
     module = sys.modules["fla.ops.common.chunk_delta_h"]
-    kernel, run_maps = module.chunk_gated_delta_rule_fwd_h, delta_maps.run_maps
+    kernel, run_maps = module.chunk_gated_delta_rule_fwd_h, delta_run_maps.run_maps
 
     def wrong_states(*args, **kwargs):
         return kernel(*args, **{**kwargs, "w": kwargs["w"] * 1.5})
 
     def wrong_maps(*args, **kwargs):
-        return run_maps(*args, **kwargs) * 1.5
+        maps, reach = run_maps(*args, **kwargs)
+        return maps * 1.5, reach
 
     for place, function, right, wrong, act in (
         (module, "chunk_gated_delta_rule_fwd_h", kernel, wrong_states, call.output),
-        (delta_maps, "run_maps", run_maps, wrong_maps, lambda *_: call.fresh().summarize()),
+        (delta_run_maps, "run_maps", run_maps, wrong_maps, lambda *_: call.fresh().summarize()),
     ):
         setattr(place, function, wrong)
         with pytest.raises(BackendError, match=r"fla-core .* triton .* backend='torch'"):
@@ -243,10 +255,12 @@ if __name__ == "__main__":
     let_numpy_index()
     interpret_fla()
     fla_runs.MIN_CHUNKS = 1
-    fla_delta._PROGRAMS = 10**6
+    Passes.PROGRAMS = DplrPasses.PROGRAMS = 10**6
     fla_check._TOKENS = 70
     segments(sys.argv[1])
-    if sys.argv[1] == "delta_rule":
+    if sys.argv[1] != "delta_rule":
+        forgetting(sys.argv[1])
+    else:
         chains()
         self_check("delta_rule")
     names = {"maps", "outputs", "adjoints", "gradients"}

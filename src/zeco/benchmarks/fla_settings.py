@@ -1,15 +1,22 @@
-"""Flash Linear Attention's kernels without its autotuning, which takes a minute or more an operator.
+"""How the kernels of Flash Linear Attention and mamba-ssm come to settings while they are measured.
 
-For checks, for memory, and for times of two programs that call the same kernels; a time that is to
-stand for FLA wants its own default, the autotuning.
+Their autotuning compiles dozens of settings of each kernel, one after the other, and then times them:
+a minute and more an operator. Most of that is compiling, which threads do side by side; the choice
+stays their own. Checks, and times of two programs that call the same kernels, do without the choice.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+from zeco.benchmarks.record import usable_cores
+
+# The compiler holds Python's lock for a part of the time: more threads gain nothing.
+_MOST_THREADS = 16
 
 
 @contextmanager
@@ -23,7 +30,7 @@ def one_setting_each() -> Generator[None]:
     run = tuner.run
 
     def run_with_one(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(self.configs) > 1 and self.base_fn.__module__.startswith("fla."):
+        if len(self.configs) > 1 and _is_of(self, "fla"):
             self.configs = [min(self.configs, key=_plainness)]
         return run(self, *args, **kwargs)
 
@@ -32,6 +39,42 @@ def one_setting_each() -> Generator[None]:
         yield
     finally:
         tuner.run = run
+
+
+@contextmanager
+def compiled_side_by_side() -> Generator[None]:
+    """Compile all settings of a peer's autotuned kernels by threads before its autotuning times them.
+
+    Nothing happens where Triton is missing, or too old to do it: then they are compiled in turn.
+    """
+    try:
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+        compiling = importlib.import_module("triton.runtime._async_compile").AsyncCompileMode
+    except ImportError:
+        yield
+        return
+    prune = tuner.prune_configs
+
+    def prune_and_compile(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        configs = prune(self, kwargs)
+        if _is_of(self, "fla", "mamba_ssm"):
+            given = {name: x for name, x in kwargs.items() if name != "warmup"}
+            # What doesn't compile says so again when its turn comes, and is left out there.
+            with compiling(pool, ignore_errors=True):
+                for config in configs:
+                    self.fn.warmup(*self.nargs.values(), **given, **config.all_kwargs())
+        return configs
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool:
+        tuner.prune_configs = prune_and_compile
+        try:
+            yield
+        finally:
+            tuner.prune_configs = prune
+
+
+def _is_of(tuner: Any, *packages: str) -> bool:
+    return tuner.base_fn.__module__.partition(".")[0] in packages
 
 
 def _plainness(config: Any) -> tuple[int, int, int]:

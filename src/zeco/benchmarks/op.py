@@ -24,19 +24,20 @@ from zeco.benchmarks.op_gate import (
     call_errors,
     cast_inputs,
     exact_results,
+    forward_errors,
     make_problem,
     norm_errors,
     oracle_errors,
     too_large,
 )
-from zeco.benchmarks.peers import PEERS, Peer, why_no_peer
+from zeco.benchmarks.peers import MambaPeer, Peer, find_peer, why_no_peer
 from zeco.benchmarks.timing import spread
 from zeco.benchmarks.virtual_ranks import middle_rank, solve_on_ranks
 from zeco.core.errors import ArgumentError
 from zeco.testing.cases import Case, Setting
 from zeco.testing.conformance import Problem, Results
 
-OURS, PEER = "zeco", "fla"
+OURS = "zeco"
 FORWARD, BOTH = "forward", "forward_backward"
 EAGER, GRAPH = "eager", "graph"
 PLAIN, RANK = "plain", "middle rank"
@@ -55,9 +56,10 @@ class OpSpec:
         device: where it runs.
         repetitions: of every time.
         hows: of `EAGER` and `GRAPH`, those that are timed.
-        peer: ``"fla"``, ``"none"``, or ``"auto"``: Flash Linear Attention where it runs.
+        peer: a peer's name, ``"none"``, or ``"auto"``: the operator's peer where it runs.
         check_tokens: on which the results are checked.
         num_ranks: P virtual ranks, for the cost that a middle one adds; None for none.
+        forward_only: why no backward pass is checked and timed; None to do so.
     """
 
     case: Case
@@ -71,6 +73,7 @@ class OpSpec:
     peer: str
     check_tokens: int
     num_ranks: int | None = None
+    forward_only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,13 @@ def measure_op(spec: OpSpec) -> dict[str, Any]:
     ours = _make_call(spec)
     figures["backend_used"] = backend_of(ours.outputs())
     calls = {OURS: ours}
-    if PEER in gate["errors"]:
-        of_peer = PEERS[spec.case.name]
-        forward_only = of_peer.why_forward_only()
-        calls[PEER] = Call(of_peer, ours.leaves, ours.d_o, forward_only=forward_only)
-        if forward_only is not None:
-            figures["notes"].append(f"{PEER}, forward only: {forward_only}")
+    peer = find_peer(spec.case.name)
+    if peer is not None and peer.name in gate["errors"]:
+        forward_only = spec.forward_only or peer.why_forward_only()
+        options = dict(spec.case.options)
+        calls[peer.name] = Call(peer, ours.leaves, ours.d_o, options, forward_only)
+        if spec.forward_only is None and forward_only is not None:
+            figures["notes"].append(f"{peer.name}, forward only: {forward_only}")
     rates = {
         "copy_bytes_per_s": copy_bytes_per_s(spec.device),
         "matmul_flops_per_s": matmul_flops_per_s(spec.device, spec.dtype),
@@ -205,8 +209,9 @@ def _gate(spec: OpSpec, notes: list[str]) -> dict[str, Any]:
     reference = oracle_errors(case, prefix, spec.device)
     problem = make_problem(case, prefix, spec.device, spec.dtype, spec.gates_dtype)
     expected = exact_results(problem)
-    errors = {OURS: call_errors(problem, expected, case.operator, backend=spec.backend)}
-    errors["torch"] = call_errors(problem, expected, case.operator, backend="torch")
+    errors_of = call_errors if spec.forward_only is None else forward_errors
+    errors = {OURS: errors_of(problem, expected, case.operator, backend=spec.backend)}
+    errors["torch"] = errors_of(problem, expected, case.operator, backend="torch")
     wrong = [
         f"the torch form in fp64 is off the oracle in {name} by {reference[name]:.1e}"
         for name in too_large(reference, torch.float64)
@@ -216,20 +221,21 @@ def _gate(spec: OpSpec, notes: list[str]) -> dict[str, Any]:
     ]
     if spec.num_ranks is not None:
         joined, _ = solve_on_ranks(problem, spec.num_ranks, backend=spec.backend)
-        errors["virtual ranks"] = norm_errors(joined, expected)
+        errors["virtual ranks"] = norm_errors(joined, {n: expected[n] for n in errors[OURS]})
         wrong += [
             f"on {spec.num_ranks} virtual ranks {name} is off by "
             f"{errors['virtual ranks'][name]:.1e}"
             for name in too_large(errors["virtual ranks"], spec.dtype)
         ]
+    peer = find_peer(case.name)
     if spec.peer != "none":
-        found = _peer_errors(spec, problem, expected)
-        if isinstance(found, str):
+        found = _peer_errors(spec, peer, problem, expected)
+        if peer is None or isinstance(found, str):
             notes.append(f"no peer: {found}")
         else:
-            errors[PEER] = found
+            errors[peer.name] = found
             notes += [
-                f"{PEER} itself is off by {found[name]:.1e} in {name}"
+                f"{peer.name} itself is off by {found[name]:.1e} in {name}"
                 for name in too_large(found, spec.dtype)
             ]
     return {
@@ -241,29 +247,22 @@ def _gate(spec: OpSpec, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _peer_errors(spec: OpSpec, problem: Problem, expected: Results) -> dict[str, float] | str:
+def _peer_errors(
+    spec: OpSpec, peer: Peer | MambaPeer | None, problem: Problem, expected: Results
+) -> dict[str, float] | str:
     """Return the peer's errors, or why there is no peer."""
     grouped = spec.setting.heads != spec.setting.key_heads
     reason = why_no_peer(spec.case.name, spec.device, grouped=grouped)
-    if reason is None:
+    if peer is not None and reason is None and spec.peer in ("auto", peer.name):
         try:
-            return _solve_peer(PEERS[spec.case.name], problem, expected)
+            both = spec.forward_only is None and peer.why_forward_only() is None
+            return (call_errors if both else forward_errors)(problem, expected, peer)
         except Exception as error:  # whatever stops the peer doesn't stop our own measurement
             reason = f"{type(error).__name__}: {error}"
-    if spec.peer == "fla":
-        raise ArgumentError(f"--peer fla: {reason}; or leave the peer out: --peer none")
-    return reason
-
-
-def _solve_peer(peer: Peer, problem: Problem, expected: Results) -> dict[str, float]:
-    if peer.why_forward_only() is None:
-        return call_errors(problem, expected, peer)
-    with torch.no_grad():
-        o, final = peer(**problem.inputs, initial_state=problem.initial, output_final_state=True)
-    if final is None:
-        raise RuntimeError("it gave no final state")
-    found = {"o": o, "final_state": final}
-    return norm_errors(found, {name: expected[name] for name in found})
+    if spec.peer != "auto":
+        reason = reason or f"there is no peer of {spec.case.name} by that name"
+        raise ArgumentError(f"--peer {spec.peer}: {reason}; or leave the peer out: --peer none")
+    return str(reason)
 
 
 def _make_call(spec: OpSpec) -> Call:
@@ -278,7 +277,7 @@ def _make_call(spec: OpSpec) -> Call:
     inputs = cast_inputs(inputs, spec.dtype, spec.gates_dtype)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     options = {**dict(spec.case.options), "backend": spec.backend}
-    return Call(spec.case.operator, leaves, d_o.to(spec.dtype), options)
+    return Call(spec.case.operator, leaves, d_o.to(spec.dtype), options, spec.forward_only)
 
 
 def _times(
@@ -315,16 +314,19 @@ def _count(calls: dict[str, Call]) -> dict[str, Any]:
     launches: dict[str, Any] = {}
     peaks: dict[str, Any] = {}
     for name, call in calls.items():
-        kernels = {work: kernel_times(run) for work, run in call.runs().items()}
-        launches[name] = {
-            work: {
-                "total": sum(count for count, _ in found.values()),
-                "kernels": {n: [count, round(s * 1e3, 5)] for n, (count, s) in found.items()},
-            }
-            for work, found in kernels.items()
-        }
+        launches[name] = {work: _launches(run) for work, run in call.runs().items()}
         peaks[name] = {work: round(peak_mib(run), 2) for work, run in call.runs().items()}
     return {"launches": launches, "peak_mib": peaks}
+
+
+def _launches(run: Run) -> dict[str, Any]:
+    """Return a run's launches, and every kernel's share of them with its ms."""
+    found = kernel_times(run)
+    return {
+        "total": sum(count for count, _ in found.values()),
+        "ms": round(sum(seconds for _, seconds in found.values()) * 1e3, 5),
+        "kernels": {name: [count, round(s * 1e3, 5)] for name, (count, s) in found.items()},
+    }
 
 
 def _added(spec: OpSpec, ours: Call) -> dict[str, Any]:
@@ -346,4 +348,8 @@ def _added(spec: OpSpec, ours: Call) -> dict[str, Any]:
         for who, work, how in runs
         if who == PLAIN
     }
-    return {"ranks": spec.num_ranks, "rows": rows, "added_share": shares}
+    added = {"ranks": spec.num_ranks, "rows": rows, "added_share": shares}
+    if spec.device.type == "cuda":
+        runs_of_rank = ours.runs(sp=rank).items()
+        added["launches"] = {work: _launches(run) for work, run in runs_of_rank}
+    return added

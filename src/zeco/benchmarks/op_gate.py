@@ -28,6 +28,8 @@ BOUNDS = {
 }
 """Largest relative error that is let through, by dtype of the inputs."""
 
+FORWARD_RESULTS = ("o", "final_state")
+
 ORACLE_TOKENS = 96
 """A chunk and a half: the oracle takes token by token."""
 
@@ -82,6 +84,23 @@ def call_errors(
 ) -> dict[str, float]:
     """Return the errors of one operator on a problem."""
     return norm_errors(problem.solve(operator, output_final_state=True, **options), expected)
+
+
+def forward_errors(
+    problem: Problem, expected: Results, operator: Callable[..., Any], **options: Any
+) -> dict[str, float]:
+    """Return the errors of one operator's outputs and final state; its backward pass isn't run."""
+    with torch.no_grad():
+        o, final = operator(
+            **problem.inputs,
+            **dict(problem.case.options),
+            initial_state=problem.initial,
+            output_final_state=True,
+            **options,
+        )
+    if final is None:
+        raise RuntimeError("it gave no final state")
+    return norm_errors({"o": o, "final_state": final}, {n: expected[n] for n in FORWARD_RESULTS})
 
 
 def norm_errors(found: Results, expected: Results) -> dict[str, float]:

@@ -37,7 +37,7 @@ def time_table(figures: dict[str, Any]) -> Table:
         title=f"{figures['op']}: B={B} T={T} H={H} K={K} V={V}, {figures['dtype']}, gates "
         f"{figures['gates_dtype']}, {figures['decay']} decay, backend {figures['backend_used']}",
         title_justify="left",
-        caption="\n".join(_floor_line(work, floor) for work, floor in figures["floors"].items()),
+        caption="\n".join(_floor_line(work, figures["floors"][work]) for work in _passes(figures)),
         caption_justify="left",
     )
     columns = ["what", "pass", "how", "ms", "quartiles", "/ floor", f"/ {rows[0]['name']}"]
@@ -61,6 +61,12 @@ def time_table(figures: dict[str, Any]) -> Table:
             cells += [str(launches), f"{figures['peak_mib'][name][work]:.0f}"]
         table.add_row(*cells)
     return table
+
+
+def _passes(figures: dict[str, Any]) -> list[str]:
+    """Return the passes that were timed."""
+    timed = {row["pass"] for row in figures["rows"]}
+    return [work for work in PASSES if work in timed]
 
 
 def _floor_line(work: str, floor: dict[str, float]) -> str:
@@ -107,8 +113,12 @@ def draw_times(path: Path, figures: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     B, T, H, K, V = figures["shape_BTHKV"]
-    figure, drawings = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for drawing, (work, title) in zip(drawings, PASSES.items(), strict=True):
+    passes = _passes(figures)
+    width = 4.5 * len(passes)
+    figure, (drawings,) = pyplot.subplots(
+        1, len(passes), figsize=(width, 4), layout="constrained", squeeze=False
+    )
+    for drawing, work in zip(drawings, passes, strict=True):
         rows = [row for row in figures["rows"] if row["pass"] == work]
         names = [f"{row['name']}\n{row['how']}" for row in rows]
         colors = ["C0" if row["name"] == "zeco" else "C7" for row in rows]
@@ -116,7 +126,7 @@ def draw_times(path: Path, figures: dict[str, Any]) -> None:
         drawing.bar_label(bars, fmt="%.3g", fontsize=8)
         floor = figures["floors"][work]["floor_ms"]
         drawing.axhline(floor, color="C3", linestyle="--", label=f"floor {floor:.3g} ms")
-        drawing.set_title(title)
+        drawing.set_title(PASSES[work])
         drawing.set_ylabel("ms")
         drawing.legend(fontsize=8)
     figure.suptitle(

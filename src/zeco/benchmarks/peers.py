@@ -1,4 +1,7 @@
-"""Flash Linear Attention's public operators, called with our arguments: the peer of `zeco bench op`."""
+"""The peers of `zeco bench op`: others' public operators, called with our arguments.
+
+Flash Linear Attention's, and for Mamba-2 the one of its authors' package mamba-ssm.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from zeco.core.errors import ArgumentError
 
 Inputs = dict[str, Tensor]
 
@@ -26,6 +31,8 @@ class Peer:
         has_gated_scalar_backward: whether its backward pass is the one that, on Hopper with Triton
             3.4 to 3.7.0, raises or autotunes without end.
     """
+
+    name: ClassVar[str] = "fla"
 
     module: str
     function: str
@@ -62,6 +69,36 @@ def _hgrn2(given: Inputs) -> Inputs:
     return {**given, "k": (1 - given["g"].exp()).to(given["q"].dtype)}
 
 
+class MambaPeer:
+    """Mamba-2's scan as mamba-ssm has it, with the chunks that its layer takes."""
+
+    name = "mamba_ssm"
+    chunk = 256
+
+    def __call__(
+        self,
+        *,
+        cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        **given: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call it with our inputs by name; its states are [V, K]."""
+        if cu_seqlens is not None:
+            raise ArgumentError("mamba_ssm isn't called with packed documents here: leave them out")
+        scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        found = scan.mamba_chunk_scan_combined(
+            **given,
+            chunk_size=self.chunk,
+            initial_states=None if initial_state is None else initial_state.mT.contiguous(),
+            return_final_states=output_final_state,
+        )
+        return (found[0], found[1].mT) if output_final_state else (found, None)
+
+    def why_forward_only(self) -> str | None:
+        """Return None: its backward pass is run too."""
+
+
 PEERS = {
     "linear_attention": Peer("linear_attn", "chunk_linear_attn", options=(("normalize", False),)),
     "retention": Peer("retention", "chunk_retention", has_gated_scalar_backward=True),
@@ -78,6 +115,15 @@ PEERS = {
 }
 
 
+OTHERS = {"ssd": MambaPeer()}
+"""Peers of what Flash Linear Attention has no operator for."""
+
+
+def find_peer(op: str) -> Peer | MambaPeer | None:
+    """Return the peer of one of our public operators; None if it has none."""
+    return PEERS.get(op) or OTHERS.get(op)
+
+
 def why_no_peer(op: str, device: torch.device, *, grouped: bool) -> str | None:
     """Return why an operator isn't compared here; None if it is.
 
@@ -86,12 +132,14 @@ def why_no_peer(op: str, device: torch.device, *, grouped: bool) -> str | None:
         device: of the inputs.
         grouped: whether several value heads share a key head.
     """
-    if op not in PEERS:
-        return f"Flash Linear Attention has no operator that takes the inputs of {op}"
+    peer = find_peer(op)
+    if peer is None:
+        return f"there is no peer that takes the inputs of {op}"
     if device.type != "cuda":
-        return "Flash Linear Attention's operators need a CUDA device"
-    if grouped:
+        return f"the operators of {peer.name} need a CUDA device"
+    if grouped and isinstance(peer, Peer):
         return "grouped heads aren't compared: its operators don't all take them"
-    if importlib.util.find_spec("fla") is None:
-        return "fla-core isn't installed; install zeco-sp[gpu]"
+    if importlib.util.find_spec(peer.name) is None:
+        package = "zeco-sp[gpu]" if isinstance(peer, Peer) else "mamba-ssm"
+        return f"the package {peer.name} is missing; install {package}"
     return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("zeco-sp", "torch", "numpy", "triton", "fla-core", "transformers")
+_PACKAGES = ("zeco-sp", "torch", "numpy", "triton", "fla-core", "mamba-ssm", "transformers")
 
 
 def write_record(path: Path, *, command: str, figures: dict[str, Any]) -> None:

@@ -32,6 +32,9 @@ class VirtualRank(SingleDevice):
         own_adjoint: the map that the reverse scan applies, once its backward pass has run.
     """
 
+    takes_none = True
+    """As `zeco.sequence_parallel.methods.scanned.Scanned` does."""
+
     def __init__(
         self, *, is_first: bool, entering: Tensor | None = None, arrived: Tensor | None = None
     ) -> None:
@@ -63,17 +66,19 @@ class VirtualRank(SingleDevice):
         entering: Sequence[Tensor],
         initials: Sequence[Tensor | None],
         d_o: Sequence[Tensor],
-        d_finals: Sequence[Tensor],
+        d_finals: Sequence[Tensor | None],
     ) -> list[Gradients]:
         """Adjoint state pass, whose map is kept for the rank before; then all gradients."""
         (segment,) = segments
-        d_entering = segment.adjoint(d_o[0], d_finals[0])
-        own = AffineMap(d_entering, segment.transition())
-        self.own_adjoint = own.adjoint(d_entering, d_finals[0][-1])
-        segment.replay(entering[0], initials[0])
         d_leaving = d_finals[0]
+        d_entering = segment.adjoint(d_o[0], d_leaving)
+        own = AffineMap(d_entering, segment.transition())
+        self.own_adjoint = own.adjoint(d_entering, None if d_leaving is None else d_leaving[-1])
+        segment.replay(entering[0], initials[0])
         if self.arrived is not None:
             d_leaving = add_to_last(d_leaving, self.arrived)
+        elif d_leaving is None:
+            d_leaving = torch.zeros_like(entering[0]).unsqueeze(0)
         return [segment.backward(d_o[0], d_leaving)]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,12 +11,12 @@ import tyro
 from rich.console import Console
 
 from zeco.benchmarks.device import pick_device
-from zeco.benchmarks.fla_settings import one_setting_each
+from zeco.benchmarks.fla_settings import compiled_side_by_side, one_setting_each
 from zeco.benchmarks.op import EAGER, GRAPH, OpSpec, measure_op
 from zeco.benchmarks.op_gate import GATES
 from zeco.benchmarks.op_report import draw_times, tables
 from zeco.core.errors import ArgumentError, unknown_name
-from zeco.testing.cases import CASES, Setting
+from zeco.testing.cases import CASES, Case, Setting
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -44,13 +43,16 @@ class OpArguments:
             inputs).
         backend: of our operator: auto, torch, triton or fla.
         strong: whether every token decays by exp(-20) or more.
+        lower_bound: of the decays, which are kept above it; for rwkv7, that may then take chunks of
+            another length.
         repetitions: of every time, of which the median is told.
         device: auto, cuda or cpu.
         timing: eager calls, replays of CUDA graphs, or both; auto is both on CUDA and eager on a CPU.
-        peer: fla for Flash Linear Attention's operator with its default settings, none for none;
-            auto takes it where it runs, and says where it doesn't. Its first call autotunes for a
-            minute or more.
-        fla_tuning: default, or off: one setting for each of FLA's kernels, whoever calls them.
+        passes: forward alone, or both: forward, and forward with backward.
+        peer: fla for Flash Linear Attention's operator, mamba_ssm for the one that ssd has there, with
+            default settings; none for none. auto takes it where it runs, and says where it doesn't.
+        fla_tuning: default, where the settings of a peer's kernels are compiled side by side and its
+            autotuning takes its choice of all; or off: one for each of FLA's, whoever calls them.
         check_tokens: on which results are checked before anything is timed.
         one_gpu_ranks: P virtual ranks on this device, for the cost that a middle one adds.
         out: JSON file for the figures; a chart goes beside it, as PNG.
@@ -67,10 +69,12 @@ class OpArguments:
     gates_dtype: str | None = None
     backend: str = "auto"
     strong: bool = False
+    lower_bound: float | None = None
     repetitions: int = 30
     device: str = "auto"
     timing: Literal["auto", "both", "eager", "graph"] = "auto"
-    peer: Literal["auto", "fla", "none"] = "auto"
+    passes: Literal["both", "forward"] = "both"
+    peer: Literal["auto", "fla", "mamba_ssm", "none"] = "auto"
     fla_tuning: Literal["default", "off"] = "default"
     check_tokens: int = 4096
     one_gpu_ranks: int | None = None
@@ -83,8 +87,10 @@ def run_op(given: OpArguments) -> dict[str, Any]:
     Raises:
         ArgumentError: an argument that doesn't exist, doesn't fit the operator or the device.
     """
-    with nullcontext() if given.fla_tuning == "default" else one_setting_each():
-        figures = measure_op(make_spec(given))
+    spec = make_spec(given)
+    with one_setting_each() if given.fla_tuning == "off" else compiled_side_by_side():
+        figures = measure_op(spec)
+    figures["fla_tuning"] = given.fla_tuning
     if given.fla_tuning == "off":
         figures["notes"].append("FLA's kernels untuned: one setting each")
     console = Console()
@@ -131,7 +137,7 @@ def make_spec(given: OpArguments) -> OpSpec:
             if value:
                 raise ArgumentError(f"--{option}: {given.op} has no decay among its inputs")
     return OpSpec(
-        case=case,
+        case=case if given.lower_bound is None else _bounded(case, given.lower_bound, given.strong),
         setting=setting,
         dtype=dtype,
         gates_dtype=_gates_dtype(given, dtype),
@@ -142,7 +148,27 @@ def make_spec(given: OpArguments) -> OpSpec:
         peer=given.peer,
         check_tokens=given.check_tokens,
         num_ranks=given.one_gpu_ranks,
+        forward_only="that is what was asked for" if given.passes == "forward" else None,
     )
+
+
+def _bounded(case: Case, lower_bound: float, strong: bool) -> Case:
+    """Return RWKV-7 with decays kept above a bound, of which its operator is told."""
+    option = f"--lower-bound {lower_bound}"
+    if case.name != "rwkv7":
+        raise ArgumentError(f"{option}: {case.name} takes none; leave it out")
+    if strong or not lower_bound < 0:
+        raise ArgumentError(f"{option}: give one below 0, and no --strong beside it")
+
+    def make(setting: Setting, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        inputs = case.make(setting, generator)
+        return {**inputs, "w": inputs["w"].clamp_min(lower_bound)}
+
+    def oracle(*, lower_bound: float, **given: Any) -> Any:
+        del lower_bound  # it changes no number
+        return case.oracle(**given)
+
+    return replace(case, make=make, oracle=oracle, options=(("lower_bound", lower_bound),))
 
 
 def _dtype(option: str, name: str) -> torch.dtype:

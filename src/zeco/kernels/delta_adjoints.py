@@ -1,6 +1,6 @@
 """What the outputs of runs of the delta family's chunks send to the states that enter the runs.
 
-The mirror of `zeco.kernels.delta_maps.run_maps`: one walk back over a run's chunks, from zero. With R
+The mirror of `zeco.kernels.delta_run_maps`: one walk back over a run's chunks, from zero. With R
 the gradient of the state that leaves a chunk, k and q its keys and queries, decayed to its end and
 from its start, w the rows that read the state it starts from, with their sign, and x what its tokens
 write::
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeco.kernels.delta_maps import has_room
+from zeco.kernels.delta_maps import find_place, has_room
+from zeco.kernels.launch import launch
 
 _ENOUGH = 96  # programs at once that are worth wide ones, which read q, k and w once
 
@@ -34,9 +35,11 @@ def run_adjoints_kernel(
     scores_ptr,
     decay_ptr,
     starts_ptr,
+    reach_ptr,
     cu_seqlens_ptr,
     scale,
     H,
+    REACHES: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -49,15 +52,22 @@ def run_adjoints_kernel(
 ):
     """Walk one run back with BN columns; GATE is 0 for none, 1 a head, 2 a channel.
 
-    ADDS: whether w is added or taken away. GIVEN: d_inner, in place of the scores.
+    REACHES: how many counts of chunks there are, behind the largest of which nothing of what enters
+    the run is left; 0 for none. ADDS: whether w is added or taken away. GIVEN: d_inner, in place of
+    the scores.
     """
-    h = tl.program_id(1).to(tl.int64)
-    run = tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = (V + BN - 1) // BN
+    block, h, run = find_place(H, BLOCKS)
     start = tl.load(cu_seqlens_ptr + run).to(tl.int64)
     tokens = (tl.load(cu_seqlens_ptr + run + 1).to(tl.int64) - start).to(tl.int32)
     chunks = (tokens + C - 1) // C
+    if REACHES:
+        reach = 0
+        for i in tl.static_range(REACHES):
+            reach = tl.maximum(reach, tl.load(reach_ptr + (run * H + h) * REACHES + i))
+        chunks = tl.minimum(chunks, reach)
 
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = block * BN + tl.arange(0, BN)
     rows, channels = tl.arange(0, C), tl.arange(0, BK)
     in_k, in_column = channels < K, column < V
     state = tl.zeros([BK, BN], tl.float32)
@@ -111,6 +121,7 @@ def run_adjoints(
     scores: Tensor | None = None,
     scale: float,
     cu_seqlens: Tensor,
+    reach: Tensor | None = None,
     chunk: int = 64,
     adds: bool = False,
 ) -> Tensor:
@@ -126,6 +137,8 @@ def run_adjoints(
         scores: in its place the products of queries and directions, scaled [1, T, H, chunk].
         scale: factor of q.
         cu_seqlens: cut points of the runs.
+        reach: what `zeco.kernels.delta_run_maps` found for all runs, to leave out what lies
+            behind; None to walk all chunks.
         chunk: tokens a chunk.
         adds: whether tokens write what w reads of the state, or its negative.
     """
@@ -139,7 +152,9 @@ def run_adjoints(
     elif BN < V and gate != 1 and chunk >= 64 and triton.cdiv(V, 128) * H * num_runs >= _ENOUGH:
         BN, num_warps = (128, 8) if BK <= 128 else (BN, num_warps)
     starts = torch.empty(num_runs, H, K, V, dtype=torch.float32, device=k.device)
-    run_adjoints_kernel[(triton.cdiv(V, BN), H, num_runs)](
+    launch(
+        run_adjoints_kernel,
+        triton.cdiv(V, BN) * H * num_runs,
         q,
         k,
         w,
@@ -148,18 +163,20 @@ def run_adjoints(
         scores,
         decay,
         starts,
+        reach,
         cu_seqlens,
         scale,
         H,
-        K,
-        V,
-        chunk,
-        BK,
-        BN,
-        gate,
-        adds,
-        inner is not None,
-        stages,
+        REACHES=0 if reach is None else reach.shape[2],
+        K=K,
+        V=V,
+        C=chunk,
+        BK=BK,
+        BN=BN,
+        GATE=gate,
+        ADDS=adds,
+        GIVEN=inner is not None,
+        STAGES=stages,
         num_warps=num_warps,
     )
     return starts

@@ -24,6 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco.kernels.delta_maps import find_place
+from zeco.kernels.launch import launch
+
 CHUNK = 64
 
 _WIDTH = 64  # channels a program
@@ -59,9 +62,7 @@ def delta_rows_bwd_kernel(
 ):
     """Compute a block of BK channels of one chunk of one head."""
     K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1).to(tl.int64)
-    chunk, kb = pid // K_BLOCKS, pid % K_BLOCKS
+    kb, h, chunk = find_place(H, K_BLOCKS)
     run = tl.load(chunk_indices_ptr + 2 * chunk)
     place = tl.load(chunk_indices_ptr + 2 * chunk + 1)
     first = tl.load(cu_seqlens_ptr + run).to(tl.int64) + place * C
@@ -175,7 +176,9 @@ def row_gradients(
     db = None
     if decay is not None:
         db = torch.empty(blocks, T, H, dtype=torch.float32, device=k.device)
-    delta_rows_bwd_kernel[(len(chunk_indices) * blocks, H)](
+    launch(
+        delta_rows_bwd_kernel,
+        blocks * H * len(chunk_indices),
         q,
         k,
         u,
@@ -193,12 +196,12 @@ def row_gradients(
         scale,
         T,
         H,
-        K,
-        V,
-        CHUNK,
-        BK,
-        BV,
-        decay is not None,
+        K=K,
+        V=V,
+        C=CHUNK,
+        BK=BK,
+        BV=BV,
+        GATED=decay is not None,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )

@@ -1,20 +1,10 @@
-"""Maps of runs of the delta rules' chunks, and states through such maps.
+"""States through maps of runs of the delta rules' chunks, and such maps through one another.
 
-A run maps the state that enters it to the one that leaves it, S -> M S + U. Both come from one pass
-over its chunks: each column of U is a state that starts from zero, each column of M one that starts
-from a column of the identity and writes no values. So a transition costs what a state of K value
-channels costs, and is rounded alike; its chunks' K×K matrices are never formed.
-
-With w the WY rows, k the keys decayed to the chunk's end and x what a chunk's tokens write::
-
-    x = u - w S            S <- exp(b_C) ∘ S + kᵀ x
-
-RWKV-7 writes x = u + w S, and its values along another key besides (``BESIDE``).
-
-Maps [N, H, K, V + K] hold U beside M. Chains of a few maps (one sequence's runs) are small: one
-launch takes all, in three TF32 products that make up fp32. Where the composed map is needed before
-the state that enters is known, the maps of what precedes each run come with it, and the state then
-goes through all of them at once, not through one run after the other.
+Maps [N, H, K, V + K] hold the update U beside the transition M (`zeco.kernels.delta_run_maps`). Chains
+of a few maps (one sequence's runs) are small: one launch takes all, in three TF32 products that make
+up fp32. Where the composed map is needed before the state that enters is known, the maps of what
+precedes each run come with it, and the state then goes through all of them at once, not through one
+run after the other.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
@@ -27,136 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAP_WIDTH = 64  # columns a program of the pass over a run
-_MAP_WARPS = 4
+from zeco.kernels.launch import launch
+
 _CHAIN_WIDTH = 32  # columns a program of a chain of maps
 _CHAIN_WARPS = 8
 _ROOM = 200 * 1024  # bytes of shared memory that pipelined chains need
 
 
 @triton.jit
-def run_maps_kernel(
-    k_ptr,
-    w_ptr,
-    u_ptr,
-    decay_ptr,
-    key_ptr,
-    v_ptr,
-    maps_ptr,
-    cu_seqlens_ptr,
-    first_run,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BN: tl.constexpr,
-    GATE: tl.constexpr,
-    BESIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Walk one run with BN columns of its map; GATE is 0 for none, 1 a head, 2 a channel."""
-    V_BLOCKS: tl.constexpr = (V + BN - 1) // BN
-    block = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    run = tl.program_id(2).to(tl.int64)
-    start = tl.load(cu_seqlens_ptr + first_run + run).to(tl.int64)
-    stop = tl.load(cu_seqlens_ptr + first_run + run + 1).to(tl.int64)
-    tokens = (stop - start).to(tl.int32)
-
-    is_update = block < V_BLOCKS
-    column = tl.where(is_update, block, block - V_BLOCKS) * BN + tl.arange(0, BN)
-    width = tl.where(is_update, V, K)
-    rows, channels = tl.arange(0, C), tl.arange(0, BK)
-    in_k, in_column = channels < K, column < width
-    state = tl.where((channels[:, None] == column[None, :]) & (block >= V_BLOCKS), 1.0, 0.0)
-    for c in tl.range(0, (tokens + C - 1) // C, num_stages=STAGES):
-        inside = c * C + rows < tokens
-        token = (start + c * C + rows) * H + h
-        last = (start + tl.minimum(c * C + C, tokens) - 1) * H + h
-        in_rows = inside[:, None] & in_k[None, :]
-        w = tl.load(w_ptr + token[:, None] * K + channels[None, :], mask=in_rows, other=0.0)
-        k = tl.load(k_ptr + token[:, None] * K + channels[None, :], mask=in_rows, other=0.0)
-        in_u = inside[:, None] & (in_column & is_update)[None, :]
-        u = tl.load(u_ptr + token[:, None] * V + column[None, :], mask=in_u, other=0.0)
-        read = tl.dot(w, state.to(w.dtype))
-        x = u.to(tl.float32) + (read if BESIDE else -read)
-        if GATE == 1:
-            b = tl.load(decay_ptr + token, mask=inside, other=0.0)
-            total = tl.load(decay_ptr + last)
-            x = x * tl.exp2(tl.where(inside, total - b, 0.0))[:, None]
-            state = state * tl.exp2(total)
-        if GATE == 2:
-            total = tl.load(decay_ptr + last * K + channels, mask=in_k, other=0.0)
-            state = state * tl.exp2(total)[:, None]
-        state = tl.dot(tl.trans(k), x.to(k.dtype), state)
-        if BESIDE:
-            v = tl.load(v_ptr + token[:, None] * V + column[None, :], mask=in_u, other=0.0)
-            at_key = key_ptr + token[:, None] * K + channels[None, :]
-            key = tl.load(at_key, mask=in_rows, other=0.0)
-            state = tl.dot(tl.trans(key), v, state)
-    at = (run * H + h) * K * (V + K) + channels[:, None] * (V + K)
-    at += tl.where(is_update, column, V + column)[None, :]
-    tl.store(maps_ptr + at, state, mask=in_k[:, None] & in_column[None, :])
-
-
-def run_maps(
-    k: Tensor,
-    w: Tensor,
-    u: Tensor,
-    decay: Tensor | None,
-    *,
-    beside: tuple[Tensor, Tensor] | None = None,
-    chunk: int = 64,
-    cu_seqlens: Tensor,
-    first: int,
-    stop: int,
-) -> Tensor:
-    """Return the maps of runs first to stop - 1, fp32 [stop - first, H, K, V + K].
-
-    Args:
-        k: keys [1, T, H, K], contiguous; with a gate a channel, decayed to the chunk's end.
-        w: WY rows [1, T, H, K].
-        u: their values [1, T, H, V].
-        decay: cumulative log decay of each chunk in base 2, fp32 [1, T, H] or [1, T, H, K], or None.
-        beside: keys like k and values [1, T, H, V] that are written too; w is added then.
-        chunk: tokens a chunk.
-        cu_seqlens: cut points of all runs.
-        first: the first run.
-        stop: one past the last.
-    """
-    _, _, H, K = k.shape
-    V = u.shape[3]
-    BK = max(16, triton.next_power_of_2(K))
-    BN = _MAP_WIDTH if BK <= 128 else 32
-    size = (stop - first, H, K, V + K)
-    maps = torch.empty(size, dtype=torch.float32, device=k.device)
-    blocks = triton.cdiv(V, BN) + triton.cdiv(K, BN)
-    gate = 0 if decay is None else decay.ndim - 2
-    stages = 2 if beside is None or chunk < 64 else 1
-    key, v = (None, None) if beside is None else beside
-    run_maps_kernel[(blocks, H, stop - first)](
-        k,
-        w,
-        u,
-        decay,
-        key,
-        v,
-        maps,
-        cu_seqlens,
-        first,
-        H,
-        K,
-        V,
-        chunk,
-        BK,
-        BN,
-        gate,
-        beside is not None,
-        stages,
-        num_warps=_MAP_WARPS,
-    )
-    return maps
+def find_place(H, BLOCKS: tl.constexpr):
+    """Return a program's block of columns, head and run (or sequence); blocks come first."""
+    pid = tl.program_id(0)
+    rest = pid // BLOCKS
+    return pid % BLOCKS, (rest % H).to(tl.int64), (rest // H).to(tl.int64)
 
 
 @triton.jit
@@ -195,9 +68,8 @@ def chain_kernel(
     TWO: tl.constexpr = K > BK
     W: tl.constexpr = V + K
     V_BLOCKS: tl.constexpr = (V + BN - 1) // BN
-    block = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    sequence = tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = V_BLOCKS + ((K + BN - 1) // BN if TOTAL else 0)
+    block, h, sequence = find_place(H, BLOCKS)
     is_state = block < V_BLOCKS
     column = tl.where(is_state, block, block - V_BLOCKS) * BN + tl.arange(0, BN)
     in_column = column < tl.where(is_state, V, K)
@@ -288,7 +160,9 @@ def _launch(
     blocks = triton.cdiv(V, BN) + (triton.cdiv(K, BN) if start is None else 0)
     length = len(maps) // B
     is_pipelined = K <= 128 and length > 1 and not back and has_room(maps.device)
-    chain_kernel[(blocks, H, B)](
+    launch(
+        chain_kernel,
+        blocks * H * B,
         maps,
         own,
         start,
@@ -298,14 +172,14 @@ def _launch(
         length,
         1 if start is None else B // len(start),
         H,
-        K,
-        V,
-        BK,
-        BN,
-        back,
-        start is None,
-        states is not None,
-        2 if is_pipelined else 1,
+        K=K,
+        V=V,
+        BK=BK,
+        BN=BN,
+        BACK=back,
+        TOTAL=start is None,
+        STORE=states is not None,
+        STAGES=2 if is_pipelined else 1,
         num_warps=_CHAIN_WARPS,
         num_stages=1,
     )

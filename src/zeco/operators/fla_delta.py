@@ -26,13 +26,11 @@ from zeco.operators.fla_passes import Passes, in_one_row, taken
 from zeco.operators.fla_runs import Runs, chunks_per_run, make_runs
 from zeco.operators.segment import Gradients, Inputs, Segment
 
-# Programs at once that keep a large GPU busy. FLA's passes have one for each head and run, and this
-# many value channels.
-_PROGRAMS = 256
+# Value channels of a program of the passes that carry a state; there is one for each head and run.
 _VALUES = 64
 
 # Chunks up to which a call that needs no map goes uncut: launches cost more than the GPU gains.
-_UNCUT_CHUNKS = 256
+_UNCUT_CHUNKS = 64
 
 
 class FlaDeltaSegment(Segment):
@@ -58,6 +56,7 @@ class FlaDeltaSegment(Segment):
         self._found_starts: Tensor | None = None
         self._recalled_starts: Tensor | None = None
         self._kept: tuple[Tensor, ...] = ()
+        self._recalled_reach: Tensor | None = None
         self._mapped = False
         self._own_adjoints: Tensor | None = None
         self._ready = False
@@ -73,7 +72,7 @@ class FlaDeltaSegment(Segment):
         length = chunks = -(-self.T // chunk)
         if self._mapped or chunks > _UNCUT_CHUNKS:
             programs = self.B * self.H * -(-self.V // _VALUES)
-            length = chunks_per_run(chunks, programs, _PROGRAMS)
+            length = chunks_per_run(chunks, programs, self.kind.PROGRAMS)
         bounds = self.pieces.bounds
         if self.B > 1:
             bounds = tuple(b * self.T for b in range(self.B + 1))
@@ -90,6 +89,7 @@ class FlaDeltaSegment(Segment):
         passes = self.kind(inputs, scale=self.operator.scale, runs=self._runs)
         if self._kept:
             passes.recall(self._kept)
+        passes.reach = self._recalled_reach
         return passes
 
     def _confirm(self, part: str) -> None:
@@ -212,18 +212,23 @@ class FlaDeltaSegment(Segment):
         """Take the states of every piece's first run, place 0, or last, -1: [n, B, H, K, V]."""
         ranges = [self._range(group) for group in range(len(self.pieces.documents))]
         groups = [states[first:stop].unflatten(0, (self.B, -1)) for first, stop in ranges]
+        if len(groups) == 1 and (place == 0 or not self._is_cut(0)):
+            return groups[0][:, place].unsqueeze(0)
+        # Copied: a caller who keeps the last run's state shouldn't keep all runs'.
         return torch.stack([group[:, place] for group in groups])
 
     def keep(self) -> tuple[Tensor, ...]:
-        """Return what the passes keep; and of a sequence that isn't packed the runs' maps, their
-        transition together, or nothing in its place, and the states that entered them."""
+        """Return what the passes keep; and of a sequence that isn't packed the runs' maps, how far
+        what enters them reaches, their transition together, or nothing in its place, and the states
+        that entered them."""
         if self._empty:
             return ()
         maps, total = self._found_maps, self._found_total
         if not maps or len(self.pieces.documents) > 1 or self._found_starts is None:
             return self._passes.keep()
         transition = maps[0].new_empty(0) if total is None else total[1]
-        return (maps[0], transition, self._found_starts, *self._passes.keep())
+        reach = taken(self._passes.reach)
+        return (maps[0], reach, transition, self._found_starts, *self._passes.keep())
 
     def recall(self, kept: tuple[Tensor, ...]) -> None:
         """Take what `keep` gave, in place of solving the chunks' systems and of a state pass."""
@@ -233,7 +238,8 @@ class FlaDeltaSegment(Segment):
         own, self._kept = kept[:count], kept[count:]
         if own:
             self._mapped = True
-            self._found_maps[0], transition, self._recalled_starts = own
+            maps, self._recalled_reach, transition, self._recalled_starts = own
+            self._found_maps[0] = maps
             if transition.numel():
                 self._found_total = None, transition
 

@@ -44,6 +44,7 @@ class DplrPasses(Passes):
     """
 
     CHUNK = 16
+    PROGRAMS = 256
     NUM_KEPT = 0
 
     BOUNDED: ClassVar[bool] = False
@@ -106,10 +107,10 @@ class DplrPasses(Passes):
         del kept
 
     def maps(self, first: int, stop: int) -> Tensor:
-        from zeco.kernels.delta_maps import run_maps
+        from zeco.kernels.delta_run_maps import run_maps
 
         s = self._solve()
-        return run_maps(
+        found = run_maps(
             s.direction,
             s.w,
             s.u,
@@ -120,6 +121,7 @@ class DplrPasses(Passes):
             first=first,
             stop=stop,
         )
+        return self._with_reach(*found)
 
     def _states(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state that enters each chunk, x of the tokens, and the runs' ends."""
@@ -165,6 +167,7 @@ class DplrPasses(Passes):
             scores=s.scores,
             scale=1.0,  # it is in the queries
             cu_seqlens=self.runs.cu_seqlens,
+            reach=self.reach,
             chunk=self.CHUNK,
             adds=True,
         )

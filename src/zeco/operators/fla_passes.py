@@ -55,6 +55,9 @@ class Passes(ABC):
     CHUNK: ClassVar[int]
     """Tokens a chunk."""
 
+    PROGRAMS: ClassVar[int] = 128
+    """Programs at once of a pass that carries a state, from which on more runs gain nothing."""
+
     NUM_KEPT: ClassVar[int]
     """How many tensors `keep` returns."""
 
@@ -67,10 +70,18 @@ class Passes(ABC):
             "chunk_indices": runs.chunk_indices,
         }
         self._replayed: tuple[Tensor, Tensor] | None = None
+        self.reach: Tensor | None = None
+        """How far into each run what enters it reaches, as `maps` of all runs finds it."""
 
     @abstractmethod
     def maps(self, first: int, stop: int) -> Tensor:
         """Return the maps of some runs, update beside transition: fp32 [stop - first, H, K, V + K]."""
+
+    def _with_reach(self, maps: Tensor, reach: Tensor) -> Tensor:
+        """Keep how far what enters the runs reaches, if it is known of all; return their maps."""
+        if len(maps) == self.runs.num_runs:
+            self.reach = reach
+        return maps
 
     @abstractmethod
     def outputs(self, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,10 +146,11 @@ class DeltaPasses(Passes):
         )
 
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, first: int, stop: int) -> Tensor:
-        from zeco.kernels.delta_maps import run_maps
+        from zeco.kernels.delta_run_maps import run_maps
 
         cuts = self.runs.cu_seqlens
-        return run_maps(k, w, u, self._decay, cu_seqlens=cuts, first=first, stop=stop)
+        found = run_maps(k, w, u, self._decay, cu_seqlens=cuts, first=first, stop=stop)
+        return self._with_reach(*found)
 
     def _own_adjoints(
         self,
@@ -163,6 +175,7 @@ class DeltaPasses(Passes):
             scores=scores,
             scale=self.scale,
             cu_seqlens=self.runs.cu_seqlens,
+            reach=self.reach,
         )
 
     def _states(

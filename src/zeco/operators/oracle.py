@@ -111,7 +111,8 @@ def retention(
 ) -> tuple[Tensor, Tensor]:
     """RetNet: γ_h = 1 - 2^(-5-h) unless log_decay is given."""
     if log_decay is None:
-        log_decay = (1 - 2.0 ** (-5 - torch.arange(q.shape[2], dtype=torch.float64))).log()
+        head = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
+        log_decay = (1 - 2.0 ** (-5 - head)).log()
     return lightning_attention(
         q,
         k,

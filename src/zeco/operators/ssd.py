@@ -67,13 +67,13 @@ def ssd(
     check_not_positive("ssd", "A", A, sp, remedy="pass A = -exp(A_log)")
     check_not_positive("ssd", "-dt", -dt, sp, remedy="apply softplus to dt first")
     dtype = state_dtype(x, dt, A, B, C)
-    step, wide = dt.to(dtype), x.to(dtype)
+    step = dt.to(dtype)  # what it is multiplied with is widened on the way
     o, state = run_decay(
         "ssd",
         "scalar",
         C.to(dtype),
         B,
-        wide * step.unsqueeze(-1),
+        x * step.unsqueeze(-1),
         step * A.to(dtype),
         scale=1.0,
         initial_state=initial_state,
@@ -86,5 +86,5 @@ def ssd(
         names=("C", "B", "x", "dt"),
     )
     if D is not None:
-        o = o + D.to(dtype).unsqueeze(-1) * wide
+        o = o + D.to(dtype).unsqueeze(-1) * x
     return o.to(x.dtype), state

@@ -66,8 +66,13 @@ def is_turn(transport: Transport, slot: int) -> bool:
     return slot > 0 and transport.rank == (transport.size - 1 if travels_down(slot) else 0)
 
 
-def add_to_last(d_finals: Tensor, arrived: Tensor) -> Tensor:
-    """Add what the later ranks sent back to the gradient of the leaving state, the last final."""
+def add_to_last(d_finals: Tensor | None, arrived: Tensor) -> Tensor:
+    """Add what the later ranks sent back to the gradient of the leaving state, the last final.
+
+    None stands for no gradient of the one final that there is.
+    """
+    if d_finals is None:
+        return arrived.unsqueeze(0)
     d_finals = d_finals.clone()
     d_finals[-1] += arrived
     return d_finals

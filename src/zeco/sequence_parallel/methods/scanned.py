@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ class Scanned:
         num_blocks: pipeline blocks; None lets the cost model choose.
         overlap: whether the rank goes on computing while the scan is in flight.
     """
+
+    takes_none: ClassVar[bool] = True
+    """Whether ``d_finals`` may be None for slots of one piece each whose finals nobody uses."""
 
     algorithm: str = "auto"
     num_blocks: int | None = None
@@ -77,21 +81,21 @@ class Scanned:
         entering: Sequence[Tensor],
         initials: Sequence[Tensor | None],
         d_o: Sequence[Tensor],
-        d_finals: Sequence[Tensor],
+        d_finals: Sequence[Tensor | None],
     ) -> list[Gradients]:
         """Adjoint state pass, reverse scan, recomputation in its shadow, gradient pass."""
         slots = range(len(segments))
         scans: dict[int, ScanHandle] = {}
         for slot in reversed(slots):
-            segment = segments[slot]
-            d_entering = segment.adjoint(d_o[slot], d_finals[slot])
+            segment, d_final = segments[slot], d_finals[slot]
+            d_entering = segment.adjoint(d_o[slot], d_final)
             own = AffineMap(d_entering, segment.transition())
             arriving = None
             if is_turn(transport, slot + 1) and slot + 1 in scans:
                 _, arriving = scans[slot + 1].wait()
             scans[slot] = self._start(
                 transport,
-                own.adjoint(d_entering, d_finals[slot][-1]),
+                own.adjoint(d_entering, None if d_final is None else d_final[-1]),
                 arriving,
                 reverse=not travels_down(slot),
                 purpose=BACKWARD,
@@ -105,6 +109,8 @@ class Scanned:
             if segment.pieces.continues:
                 arrived, _ = scans[slot].wait()
                 d_leaving = add_to_last(d_leaving, arrived)
+            elif d_leaving is None:
+                d_leaving = torch.zeros_like(entering[slot]).unsqueeze(0)
             if not self.overlap:
                 segment.replay(entering[slot], initials[slot])
             found[slot] = segment.backward(d_o[slot], d_leaving)
