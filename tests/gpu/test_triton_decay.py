@@ -85,6 +85,26 @@ def test_gates_in_bf16(gates):
     print(gates, check(1, 300, 2, 128, 128, torch.bfloat16, gates, torch.bfloat16))
 
 
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_that_are_no_finite_numbers(gate_dtype):
+    import zeco
+
+    pytest.importorskip("triton")
+    q, k, v = (torch.randn(1, 300, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    g = make_gates("weak", (1, 300, 2, 64), gate_dtype)
+    at = (0, 100, 0, 5)
+    outputs = []
+    for value in (-torch.inf, -1e4, torch.nan):
+        g[at] = value
+        outputs.append(zeco.ops.gla(q, k, v, g, backend="triton")[0])
+    forgotten, strong, unknown = outputs
+    assert torch.equal(forgotten, strong)
+    assert forgotten.isfinite().all()
+    assert unknown[0, 100:, 0].isnan().all()
+    assert torch.equal(unknown[0, :64], strong[0, :64])
+    assert torch.equal(unknown[0, :, 1], strong[0, :, 1])
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -18,7 +18,7 @@ from zeco.kernels import scalar
 from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
 from zeco.kernels.decay_gradients import gradient_passes, query_pass
 from zeco.kernels.decay_plan import make_plan
-from zeco.kernels.gate_sums import pack, unpack
+from zeco.kernels.row_scales import pack, unpack
 from zeco.operators import triton_decay
 from zeco.operators.decay import DecayOperator, DecaySegment
 from zeco.operators.oracle import recurrence

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
 from zeco.kernels.gate_sums import INTERPRETED
+from zeco.kernels.products import opaque
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def gate_gradient_kernel(
     )
     ks = kb * BK + tl.arange(0, BK)
     carried = tl.zeros([BK], tl.float32)
-    for v in tl.range(0, V, BV):
+    for v in tl.range(0, V, BV, num_stages=3):
         vs = v + tl.arange(0, BV)
         state = entering_state(
             state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
@@ -63,9 +64,12 @@ def gate_gradient_kernel(
     i = tl.arange(0, C)
     before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
     in_k = ks < K
+    flags_ptr = strong_ptr + bh.to(tl.int64) * num_chunks
+    flag = tl.load(flags_ptr + first, mask=stop > first, other=0)
     for c in tl.range(first, stop, num_stages=STAGES):
         chunk = bh.to(tl.int64) * num_chunks + c
         row = chunk * K
+        next_flag = tl.load(flags_ptr + c + 1, mask=c + 1 < stop, other=0)
         place = bh * num_chunks + c
         pull = key_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
         query_pull = query_pull_desc.load([0, place, kb * BK, 0]).reshape(BK, C).to(tl.float32)
@@ -76,14 +80,14 @@ def gate_gradient_kernel(
             pull *= unit[:, None]
             query_pull *= query_unit[:, None]
         pull -= query_pull
-        if tl.load(strong_ptr + chunk) != 0:
+        if flag != 0:
             pairs_at = pairs_pull_ptr + row * C + (ks * C)[:, None] + i[None, :]
             pull += tl.load(pairs_at, mask=in_k[:, None], other=0.0)
         # A product with 0/1 in place of a running sum less the token's own pull, which may be large.
         if EXACT or INTERPRETED:
             dg = tl.dot(pull, before, input_precision="tf32x3")
         else:
-            high = pull.to(tl.bfloat16)
+            high = opaque(pull.to(tl.bfloat16))
             low = (pull - high.to(tl.float32)).to(tl.bfloat16)
             dg = tl.dot(low, before.to(tl.bfloat16), tl.dot(high, before.to(tl.bfloat16)))
         dg += carried[:, None]
@@ -91,3 +95,4 @@ def gate_gradient_kernel(
         # Pairs inside the chunk have both their pulls in it: none is left in its sum.
         carried += tl.load(key_margin_ptr + margin_at, mask=in_k, other=0.0)
         carried -= tl.load(query_margin_ptr + margin_at, mask=in_k, other=0.0)
+        flag = next_flag

@@ -19,14 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeco.kernels.gate_sums import (
-    INTERPRETED,
-    LOG2E,
-    add_product,
-    opaque,
-    product,
-    read_gates,
-)
+from zeco.kernels.gate_sums import INTERPRETED, LOG2E, read_gates
+from zeco.kernels.products import add_product, opaque, product
 
 _FLAGS = tl.constexpr(16)  # flags read at a time
 

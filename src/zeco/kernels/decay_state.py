@@ -18,16 +18,15 @@ import triton.language as tl
 
 from zeco.kernels.gate_sums import (
     LN2,
-    add_product,
     after_each,
-    half_decay,
-    pack,
+    power,
     read_gates,
-    scale_exponent,
     sum_gates,
     total_gates,
     until_each,
 )
+from zeco.kernels.products import add_product
+from zeco.kernels.row_scales import half_decay, pack, scale_exponent
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def state_fwd_kernel(
         x = tl.trans(x_desc.load([b, h, c * C, kb * BK]).reshape(C, BK))
         y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
         sums = sum_gates(g, weights, FORM)
-        scaled = (x.to(tl.float32) * tl.exp2(sums + passed[:, None])).to(y.dtype)
+        scaled = (x.to(tl.float32) * power(sums + passed[:, None])).to(y.dtype)
         state = add_product(state, scaled, y, EXACT)
         total = total_gates(g, C, FORM)
         passed += total
@@ -130,7 +129,7 @@ def state_fwd_kernel(
                     middle = sums - 0.5 * total[:, None]
                 else:
                     middle = 0.5 * total[:, None] - sums
-                scales = pack(tl.exp2(scale_exponent(middle, total, LIMIT)))
+                scales = pack(power(scale_exponent(middle, total, LIMIT)))
                 scales_desc.store([b, h, c * C, kb * BK], tl.trans(scales).reshape(1, 1, C, BK))
             tl.store(total_ptr + at, total, mask=in_k)
             # The ratio after a chunk belongs to it and its successor; the last of a segment has none.
@@ -198,7 +197,7 @@ def segment_scan_kernel(
 
     state = tl.zeros([BK, BV], tl.float32)
     passed = tl.zeros([BK], tl.float32)
-    for step in tl.range(0, num_segments + 1):
+    for step in tl.range(0, num_segments + 1, num_stages=6):
         if ADJOINT:
             boundary = num_segments - step
             segment = boundary - 1

@@ -2,7 +2,7 @@
 
 Nothing is written for a chunk but its results. Products are transposed, channels by tokens, so that
 the state enters the matrix units from registers. A chunk with a strong channel (see
-`zeco.kernels.gate_sums`) gets here only what its state gives; its pairs are added by
+`zeco.kernels.row_scales`) gets here only what its state gives; its pairs are added by
 `zeco.kernels.decay_pairs`.
 
 What bounds a walk, besides its bytes, is one chunk's chain of products, each awaited, so work that
@@ -16,13 +16,16 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
-from zeco.kernels.gate_sums import (
+from zeco.kernels.products import (
     add_product,
-    half_decay,
+    arranged_as,
+    keep_pairs,
     opaque,
+    pair_mask,
     product,
-    read_scales,
+    reciprocal,
 )
+from zeco.kernels.row_scales import half_decay, scale_rows
 
 
 @triton.jit
@@ -45,21 +48,20 @@ def _scaled_rows(
 ):
     """Return the rows x and z [C, BK] of chunk c as its products take them."""
     t = c * C
-    # Sums of gates come out channels first.
-    TURN: tl.constexpr = FORM != 3
-    rising, falling = read_scales(
-        scales_desc, b, h, t, 0, total_ptr, ks, in_k, C, BK, FORM, LIMIT, not TURN
-    )
     x = x_desc.load([b, h, t, 0]).reshape(C, BK)
     z = z_desc.load([b, h, t, 0]).reshape(C, BK)
+    # Sums of gates come out channels first.
+    TURN: tl.constexpr = FORM != 3
     if TURN:
         x, z = tl.trans(x), tl.trans(z)
     if REVERSE:
-        rows = (x.to(tl.float32) * falling).to(x.dtype)
-        columns = (z.to(tl.float32) * rising * SCALE).to(x.dtype)
+        columns, rows, _, _ = scale_rows(
+            z, x, scales_desc, b, h, t, 0, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, not TURN
+        )
     else:
-        rows = (x.to(tl.float32) * rising * SCALE).to(x.dtype)
-        columns = (z.to(tl.float32) * falling).to(x.dtype)
+        rows, columns, _, _ = scale_rows(
+            x, z, scales_desc, b, h, t, 0, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, not TURN
+        )
     if TURN:
         rows, columns = tl.trans(rows), tl.trans(columns)
     return rows, columns
@@ -115,11 +117,11 @@ def output_walk_kernel(
     if REVERSE:
         boundary = segment + 1
         start = stop - 1
-        seen = i[:, None] >= i[None, :]
+        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
         start = first
-        seen = i[:, None] <= i[None, :]
+        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, False
     )
@@ -153,7 +155,7 @@ def output_walk_kernel(
             state = add_product(state, y, columns, EXACT)
             ratio = ratio_desc.load([b, h, ratio_at, 0]).reshape(BK)
             state *= ratio[None, :]
-            pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
+            pairs = keep_pairs(pairs, mask, flag, y, EXACT)
             o = add_product(o, y, pairs, EXACT)
             o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
             # Last, so that these loads have had a whole chunk's time.
@@ -199,20 +201,18 @@ def _gradient_rows(
 ):
     """Return (z as products take it, a scaled in its dtype, what gradients are scaled by) [BK, C]."""
     t = c * C
-    rising, falling = read_scales(
-        scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, C, BK, FORM, LIMIT, False
-    )
     z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
     a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+    # The rows' own numbers are rounded as in the other walk's columns: so a pair's two pulls are equal
+    # and cancel, and so do those of a token with itself.
     if REVERSE:
-        outer = falling
-        columns = (z.to(tl.float32) * rising * SCALE).to(z.dtype)
+        columns, own, _, outer = scale_rows(
+            z, a, scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, False
+        )  # fmt: skip
     else:
-        outer = rising * SCALE
-        columns = (z.to(tl.float32) * falling).to(z.dtype)
-    # Rounded as in the other walk's columns, a pair's two pulls are equal and cancel, and so do those
-    # of a token with itself.
-    own = (a.to(tl.float32) * outer).to(z.dtype)
+        own, columns, outer, _ = scale_rows(
+            a, z, scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, False
+        )  # fmt: skip
     return columns, own, outer
 
 
@@ -268,11 +268,11 @@ def gradient_walk_kernel(
     if REVERSE:
         boundary = segment + 1
         start = stop - 1
-        seen = i[:, None] >= i[None, :]
+        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
         start = first
-        seen = i[:, None] <= i[None, :]
+        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
     )
@@ -306,10 +306,10 @@ def gradient_walk_kernel(
         pairs = product(y, x, EXACT)
         # Only after a product, so that the last one of the chunk before needn't be awaited by itself.
         state *= ratio[:, None]
-        # As it comes it would enter products from shared memory, and the last had to be awaited.
-        columns = opaque(columns)
-        pairs = tl.where(seen & (flag == 0), pairs, 0.0).to(y.dtype)
+        pairs = keep_pairs(pairs, mask, flag, y, EXACT)
         grad = product(state.to(y.dtype), x, EXACT)
+        # As it comes it would enter products from shared memory, and the last had to be awaited.
+        columns = arranged_as(opaque(columns), grad)
         grad = add_product(grad, columns, pairs, EXACT)
         # The last product, which nothing here awaits: it goes on beside what follows.
         state = add_product(state, columns, y, EXACT)
@@ -318,7 +318,7 @@ def gradient_walk_kernel(
         unit = tl.full([BK], 1.0, tl.float32)
         if not EXACT:
             unit = tl.maximum(tl.max(tl.abs(pull), 1), 1e-30) * (1.0 / 32768.0)
-            pull *= (1.0 / unit)[:, None]
+            pull *= reciprocal(unit)[:, None]
         margin_at = margin_ptr + row * 2 + ks[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(margin_at, tl.join(sums, unit), mask=in_k[:, None])
         pull_at = pull_ptr + row * C + (ks * C)[:, None] + i[None, :]

@@ -18,21 +18,40 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
-from zeco.kernels.gate_sums import add_product, product
+from zeco.kernels.gate_sums import power
+from zeco.kernels.products import add_product, arranged_as, keep_pairs, pair_mask, product
 from zeco.kernels.scalar_sums import chunk_total, chunk_until
 
 
 @triton.jit
-def _pair_weights(high, low, log2_scale, REVERSE: tl.constexpr, C: tl.constexpr):
-    """Return weights [C, C]: rows j <= columns i forwards, rows i >= columns j in reverse."""
-    i = tl.arange(0, C)
-    exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
-    if REVERSE:
-        exponent = -exponent
-        seen = i[:, None] >= i[None, :]
+def _decays(high, low, total_high, total_low, EXACT: tl.constexpr):
+    """Return a chunk's decays up to each token and after it [C]."""
+    until = high
+    after = total_high - high
+    if EXACT:
+        until += low
+        after += total_low - low
+    return power(until), power(after)
+
+
+@triton.jit
+def _pair_weights(high, low, log2_scale, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Return weights [C, C], later tokens in columns forwards and in rows in reverse.
+
+    Where the other token is the later one they are anything, to be dropped with the pairs.
+    """
+    if EXACT:
+        exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+        if REVERSE:
+            exponent = -exponent
+        weights = tl.exp2(exponent + log2_scale)
     else:
-        seen = i[:, None] <= i[None, :]
-    return tl.exp2(tl.where(seen, exponent + log2_scale, float("-inf")))
+        raised = high + log2_scale
+        if REVERSE:
+            weights = power(raised[:, None] - high[None, :])
+        else:
+            weights = power(raised[None, :] - high[:, None])
+    return weights
 
 
 @triton.jit
@@ -83,7 +102,7 @@ def scalar_state_fwd_kernel(
             exponent = high + low
         else:
             exponent = (total_high - high) + (total_low - low)
-        weight = tl.exp2(exponent + tl.max(passed, 0))
+        weight = power(exponent + tl.max(passed, 0))
         state = add_product(state, (x.to(tl.float32) * weight[None, :]).to(y.dtype), y, EXACT)
         passed += total_high + total_low
     place = bh.to(tl.int64) * num_segments + segment
@@ -134,10 +153,13 @@ def scalar_output_walk_kernel(
     ks = tl.arange(0, BK)
     vs = vb * BV + tl.arange(0, BV)
     size = tl.cast(heads, tl.int64) * num_chunks * C
+    i = tl.arange(0, C)
     if REVERSE:
         boundary = segment + 1
+        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
+        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, False
     )
@@ -153,8 +175,7 @@ def scalar_output_walk_kernel(
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        until = tl.exp2(high + low)
-        after = tl.exp2((total_high - high) + (total_low - low))
+        until, after = _decays(high, low, total_high, total_low, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -164,11 +185,12 @@ def scalar_output_walk_kernel(
             column_weight = after
         pairs = product(z, x, EXACT)
         o = product(state.to(y.dtype), x, EXACT)
-        pairs = (pairs * _pair_weights(high, low, log2_scale, REVERSE, C)).to(y.dtype)
+        pairs *= _pair_weights(high, low, log2_scale, REVERSE, EXACT)
+        pairs = keep_pairs(pairs, mask, None, y, EXACT)
         o = o * row_weight[None, :]
         o = add_product(o, y, pairs, EXACT)
         o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
-        state *= tl.exp2(total_high + total_low)
+        state *= power(total_high + total_low)
         weighted = (y.to(tl.float32) * column_weight[None, :]).to(y.dtype)
         state = add_product(state, weighted, z, EXACT)
     # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
@@ -225,10 +247,15 @@ def scalar_gradient_walk_kernel(
     ks = kb * BK + tl.arange(0, BK)
     vs = tl.arange(0, BV)
     size = tl.cast(heads, tl.int64) * num_chunks * C
+    i = tl.arange(0, C)
+    # With gates without a token's own pair: it crosses no decay, and may be far above those that do.
+    NEAREST: tl.constexpr = 0 if sums_ptr is None else 1
     if REVERSE:
         boundary = segment + 1
+        mask = pair_mask(i[:, None] >= i[None, :] + NEAREST, EXACT)
     else:
         boundary = segment
+        mask = pair_mask(i[:, None] + NEAREST <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
     )
@@ -244,8 +271,7 @@ def scalar_gradient_walk_kernel(
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        until = tl.exp2(high + low)
-        after = tl.exp2((total_high - high) + (total_low - low))
+        until, after = _decays(high, low, total_high, total_low, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -253,16 +279,13 @@ def scalar_gradient_walk_kernel(
         else:
             row_weight = until * scale
             column_weight = after
-        pairs = product(y, x, EXACT) * _pair_weights(high, low, log2_scale, REVERSE, C)
+        pairs = product(y, x, EXACT) * _pair_weights(high, low, log2_scale, REVERSE, EXACT)
         if sums_ptr is not None:
-            # A token's own pair crosses no decay; it may be far above those that do.
-            i = tl.arange(0, C)
-            itself = i[:, None] == i[None, :]
             # Along rows: that is a sum within each warp.
-            own = tl.sum(tl.where(itself, pairs, 0.0), 1)
-            pairs = tl.where(itself, 0.0, pairs)
+            own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+        pairs = keep_pairs(pairs, mask, None, y, EXACT)
         grad = product(state.to(y.dtype), x, EXACT) * row_weight[None, :]
-        grad = add_product(grad, z, pairs.to(y.dtype), EXACT)
+        grad = add_product(grad, z, pairs, EXACT)
         if sums_ptr is not None:
             a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
             pull = tl.sum(a.to(tl.float32) * grad, 0)
@@ -270,9 +293,9 @@ def scalar_gradient_walk_kernel(
             tl.store(pull_ptr + pull_at * C + i, pull)
             grad += z.to(tl.float32) * own[None, :]
         grad_desc.store([b, h, t, kb * BK], tl.trans(grad).to(grad_desc.dtype).reshape(1, 1, C, BK))
-        state *= tl.exp2(total_high + total_low)
+        state *= power(total_high + total_low)
         weighted = (z.to(tl.float32) * column_weight[None, :]).to(y.dtype)
-        state = add_product(state, weighted, y, EXACT)
+        state = add_product(state, arranged_as(weighted, grad), y, EXACT)
 
 
 @triton.jit
