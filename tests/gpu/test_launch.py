@@ -32,19 +32,30 @@ def copied_kernel(x, y, heads, C: tl.constexpr, D: tl.constexpr):
     y.store([0, head, row, 0], x.load([0, head, row, 0]))
 
 
-def scale(x, more, factor):
+def scale(x, more, factor, known=None):
     y = torch.full_like(x, torch.nan)
     n = x.numel()
     launching.launch(
-        scaled_kernel, triton.cdiv(n, 64), x, more, y, n, factor, num_warps=1, BLOCK=64
+        scaled_kernel,
+        triton.cdiv(n, 64),
+        x,
+        more,
+        y,
+        n,
+        factor,
+        num_warps=1,
+        known=known,
+        BLOCK=64,
     )
     return y
 
 
-def copy_blocks(x, y):
+def copy_blocks(x, y, known=None):
     ends = [launching.describe(z, 16, 32) for z in (x, y)]
     programs = x.shape[2] * triton.cdiv(x.shape[1], 16)
-    launching.launch(copied_kernel, programs, *ends, x.shape[2], num_warps=1, C=16, D=32)
+    launching.launch(
+        copied_kernel, programs, *ends, x.shape[2], num_warps=1, known=known, C=16, D=32
+    )
     return y
 
 
@@ -69,6 +80,26 @@ def test_blocks_of_tokens():
             for _ in range(2):
                 y = torch.full((1, T, 3, 32), torch.nan, device="cuda", dtype=dtype)
                 assert torch.equal(copy_blocks(x, y), x)
+
+
+def test_kept_launches_differ_in_what_their_arguments_do():
+    """Addresses, fractions, strides, dtypes, alignment and what is None; shapes stay."""
+    known = {}
+    for turn in range(3):
+        factor = 0.5 + turn
+        for offset in (0, 1):
+            for dtype in (torch.float32, torch.float16):
+                x = torch.randn(100 + offset, device="cuda").to(dtype)[offset:]
+                more = torch.randn(100, device="cuda")
+                torch.testing.assert_close(scale(x, None, factor, known), x * factor)
+                torch.testing.assert_close(
+                    scale(x, more, factor, known), ((x + more) * factor).to(dtype)
+                )
+        for width in (32, 48):
+            x = torch.randn(1, 64, 3, width, device="cuda")[:, :, :, :32]
+            y = torch.full((1, 64, 3, 32), torch.nan, device="cuda")
+            assert torch.equal(copy_blocks(x, y, known), x)
+    assert len(known) == 10
 
 
 def test_a_new_thread_has_a_context():

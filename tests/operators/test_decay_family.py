@@ -298,6 +298,23 @@ def test_bad_arguments_are_refused_by_name(case: Case) -> None:
         case.operator(**heads, **case.options)
 
 
+def test_a_call_like_an_earlier_one_is_checked_too() -> None:
+    """Checks of shapes, dtypes and options are kept by what they look at; values are looked at anew."""
+    q, g = torch.ones(1, 4, 2, 8), -torch.ones(1, 4, 2, 8)
+    for _ in range(2):
+        assert gla(q, q, q, g)[0].shape == q.shape
+        with pytest.raises(ArgumentError, match="g has values up to"):
+            gla(q, q, q, -g)
+        with pytest.raises(ArgumentError, match="v has dtype"):
+            gla(q, q, q.long(), g)
+        with pytest.raises(ArgumentError, match="initial_state has dtype"):
+            gla(q, q, q, g, initial_state=torch.zeros(1, 2, 8, 8).long())
+        with pytest.raises(UnsupportedError, match="'fla' isn't offered"):
+            gla(q, q, q, g, backend="fla")
+    twice = gla(q, q, q, g, scale=2)[0]
+    torch.testing.assert_close(twice, 2 * gla(q, q, q, g, scale=1)[0])
+
+
 def test_heads_of_gates_and_bonus() -> None:
     q = torch.zeros(1, 2, 2, 3)
     v = torch.zeros(1, 2, 4, 3)

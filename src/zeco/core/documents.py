@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -58,6 +59,7 @@ class Pieces:
         return tuple(range(len(self.documents) - (1 if self.continues else 0)))
 
 
+@lru_cache(maxsize=256)
 def whole(num_tokens: int) -> Pieces:
     """Return the single piece of a rank whose sequence isn't packed: it always continues.
 

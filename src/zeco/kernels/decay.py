@@ -11,7 +11,7 @@ scaling around a chunk's middle and the gates' gradient are this package's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from zeco.kernels.decay_walk import output_walk_kernel
 from zeco.kernels.launch import describe, launch
 
 
-@dataclass(frozen=True, eq=False)
-class Chunks:
+class Chunks(NamedTuple):
     """What the state pass learns about the gates of each chunk, in base 2.
 
     Attributes:
         total: total log decay [B·H, N, K].
-        ratio: what a state is scaled by between a chunk and the next [B·H, N, K].
+        ratio: what a state is scaled by between a chunk and the next [B, N, H, K], laid as the total.
         strong: whether any channel is strong [B·H, N].
         scales: what later passes scale rows by, packed in 16 bits, or the gates themselves.
         form: which of the two; see `zeco.kernels.gate_sums.read_gates`.
@@ -42,21 +41,25 @@ class Chunks:
     form: int
 
 
-@dataclass(frozen=True, eq=False)
-class States:
+class States(NamedTuple):
     """States at the boundaries of segments, from a zero start, for one direction of time.
 
     Attributes:
         states: [S+1, B·H, K, V].
         passed: base-2 log decay from the start of the walk [S+1, B·H, K].
-        own: the rank's own state [B, H, K, V]: the update, or the adjoint's.
         log_decay: the rank's total log decay [B, H, K].
+        last: the boundary at which the walk ends.
     """
 
     states: Tensor
     passed: Tensor
-    own: Tensor
     log_decay: Tensor
+    last: int
+
+    @property
+    def own(self) -> Tensor:
+        """The rank's own state [B, H, K, V]: the update, or the adjoint's."""
+        return self.states[self.last].unflatten(0, self.log_decay.shape[:2])
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +68,7 @@ class States:
 
     def at(self, boundaries: list[int], entering: Tensor | None) -> Tensor:
         """Return the states [n, B, H, K, V] at some boundaries, what enters [B, H, K, V] injected."""
-        own = self.states[boundaries].unflatten(1, self.own.shape[:2])
+        own = self.states[boundaries].unflatten(1, self.log_decay.shape[:2])
         if entering is None:
             return own
         passed = self.passed[boundaries].exp2().unflatten(1, entering.shape[:2]).unsqueeze(-1)
@@ -118,7 +121,7 @@ def _states(
     flags = torch.empty if k_blocks == 1 else torch.zeros
     chunks = Chunks(
         total=torch.empty(heads, N, K, **fp32),
-        ratio=torch.empty(heads, N, K, **fp32),
+        ratio=torch.empty_strided(*plan.chunk_rows, **fp32),
         strong=flags(heads, N, dtype=torch.int32, device=x.device),
         scales=torch.empty(g.shape, dtype=torch.int16, device=g.device) if plan.packed else g,
         form=3 if plan.packed else plan.form,
@@ -153,6 +156,7 @@ def _states(
         PACKED=plan.packed,
         STAGES=plan.state_stages,
         num_warps=plan.state_warps,
+        known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
 
@@ -186,9 +190,9 @@ def scan_segments(
         BV=cols,
         ADJOINT=adjoint,
         num_warps=4,
+        known=plan.launches,
     )
-    own = states[0 if adjoint else S].view(plan.B, plan.H, K, V)
-    return States(states, passed, own, log_decay)
+    return States(states, passed, log_decay, last=0 if adjoint else S)
 
 
 def output_pass(
@@ -236,6 +240,7 @@ def output_pass(
         num_warps=plan.pairs.num_warps,
         num_stages=1,
         maxnreg=plan.pairs.registers,
+        known=plan.launches,
     )
     return o, leaving
 
@@ -260,7 +265,7 @@ def walk(
     reverse: bool,
 ) -> Tensor:
     """Launch the output walk; return the state at its far edge."""
-    edge = torch.empty_like(states.own)
+    edge = torch.empty(plan.B, plan.H, plan.K, plan.V, dtype=torch.float32, device=x.device)
     bk, bv = plan.block_k, plan.split_v
     launch(
         output_walk_kernel,
@@ -269,7 +274,7 @@ def walk(
         describe(z, plan.chunk, bk),
         describe(y, plan.chunk, bv),
         describe(chunks.scales, plan.chunk, bk),
-        describe(chunks.ratio.view(plan.B, plan.H, plan.num_chunks, plan.K).transpose(1, 2), 1, bk),
+        describe(chunks.ratio, 1, bk),
         describe(out, plan.chunk, bv),
         chunks.total,
         chunks.strong,
@@ -291,5 +296,6 @@ def walk(
         STAGES=plan.output.stages,
         SCALE=scale,
         num_warps=plan.output.num_warps,
+        known=plan.launches,
     )
     return edge

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from zeco.kernels.decay_walk import gradient_walk_kernel
 from zeco.kernels.launch import Blocks, describe, launch
 
 
-@dataclass(frozen=True, eq=False)
-class DecayGradients:
+class DecayGradients(NamedTuple):
     """Gradients of one call, each in the dtype of what it belongs to.
 
     Attributes:
@@ -35,12 +33,11 @@ class DecayGradients:
     entering: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Pulls:
+class Pulls(NamedTuple):
     """What tokens take from the gates' gradient or give to it: k∘dk, or q∘dq.
 
     Attributes:
-        values: [B·H, N, K, C]: fp16 in a unit of their row, or fp32.
+        values: [1, K, B·H·N, C], laid as [B·H, N, K, C]: fp16 in a unit of their row, or fp32.
         margin: the sum of each row and its unit [B·H, N, K, 2], fp32.
     """
 
@@ -49,12 +46,10 @@ class Pulls:
 
     def blocks(self, rows: int) -> Blocks:
         """Return the blocks [rows, C] of values, by chunk of all heads and by row."""
-        _, _, K, C = self.values.shape
-        return describe(self.values.view(1, -1, K, C).transpose(1, 2), rows, C)
+        return describe(self.values, rows, self.values.shape[3])
 
 
-@dataclass(frozen=True, eq=False)
-class QueryGradient:
+class QueryGradient(NamedTuple):
     """What needs no gradient of the state that leaves, so that it can be made while that travels.
 
     Attributes:
@@ -121,7 +116,8 @@ def gradient_passes(
     _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, reverse=True)
     # Pairs of strong chunks leave their pulls, written and not added, in room of their own, of which
     # nothing is touched where there are none.
-    pairs_pull = torch.empty(pull.values.shape, dtype=torch.float32, device=q.device)
+    size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
+    pairs_pull = torch.empty(size, dtype=torch.float32, device=q.device)
     _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pairs_pull, scale, chunks)
     pulls = (query_pull, pull, pairs_pull)
     _gate_gradient(plan, *pulls, chunks.strong, dg, states, entering, adjoints, d_leaving)
@@ -130,8 +126,8 @@ def gradient_passes(
 
 def _new_pulls(plan: Plan, like: Tensor) -> Pulls:
     size = (plan.heads, plan.num_chunks, plan.K)
-    values = torch.empty(
-        (*size, plan.chunk),
+    values = torch.empty_strided(
+        *plan.pull_rows,
         dtype=torch.float32 if plan.exact else torch.float16,
         device=like.device,
     )
@@ -185,6 +181,7 @@ def _gradient_walk(
         STAGES=plan.gradient.stages,
         SCALE=scale,
         num_warps=plan.gradient.num_warps,
+        known=plan.launches,
     )
 
 
@@ -227,6 +224,7 @@ def _strong_pairs(
         num_warps=plan.pairs_bwd.num_warps,
         num_stages=1,
         maxnreg=plan.pairs_bwd.registers,
+        known=plan.launches,
     )
 
 
@@ -269,4 +267,5 @@ def _gate_gradient(
         EXACT=plan.exact,
         STAGES=4,
         num_warps=4,
+        known=plan.launches,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeco.core.errors import UnsupportedError
+from zeco.kernels.launch import Launches
 
 # Base-2 totals below which a channel of a chunk is strong: half of it must leave room in the
 # operands' dtype. fp16 ends at 2^16.
@@ -25,6 +26,8 @@ _STATE_NUMBERS = 128 * 128  # of fp32 that a program of 8 warps holds without sp
 _ROW_BYTES = 128
 
 Ranges = tuple[tuple[int, int], ...]
+# A size and its strides.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,11 @@ class Plan:
     breaks: tuple[int, ...] = ()
 
     @cached_property
+    def launches(self) -> Launches:
+        """Launches of kernels with this plan."""
+        return {}
+
+    @cached_property
     def heads(self) -> int:
         """Heads of all sequences."""
         return self.B * self.H
@@ -130,6 +138,18 @@ class Plan:
     def num_chunks(self) -> int:
         """Chunks of a sequence."""
         return -(-self.T // self.chunk)
+
+    @cached_property
+    def chunk_rows(self) -> Layout:
+        """Rows [B, N, H, K] of a number for each channel of a chunk, laid as [B·H, N, K]."""
+        N, H, K = self.num_chunks, self.H, self.K
+        return (self.B, N, H, K), (H * N * K, K, N * K, 1)
+
+    @cached_property
+    def pull_rows(self) -> Layout:
+        """Rows [1, K, B·H·N, C] of a number for each token of a channel, laid as [B·H, N, K, C]."""
+        count, K, C = self.heads * self.num_chunks, self.K, self.chunk
+        return (1, K, count, C), (count * K * C, C, K * C, 1)
 
     @cached_property
     def block_k(self) -> int:

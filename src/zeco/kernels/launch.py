@@ -3,7 +3,8 @@
 Triton's own call works out at every launch what the arguments specialise a kernel to; for short
 sequences that takes longer than the kernel. It depends on little: dtypes, alignment, whether a number
 is 1 or a multiple of 16. `launch` looks a compiled kernel up by these and starts it through the
-launcher that Triton compiled for it, descriptors encoded here. What that launcher is called with
+launcher that Triton compiled for it, descriptors encoded here. Where a caller says what else stays
+the same, the whole launch is kept and addresses are put in. What that launcher is called with
 belongs to Triton's inside, so it is done for the versions in which it was read, and the first launch
 of each kind, all launches under Triton's hooks and those in its interpreter go through its own call.
 """
@@ -25,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _KNOWN_VERSIONS = ("3.5", "3.6")
 _IS_KNOWN = triton.__version__.rsplit(".", 1)[0] in _KNOWN_VERSIONS
+_MOST_DESCRIPTORS = 64  # that are kept of an argument
 
 
 # x [B, T, H, D] and the tokens and width of a block; a bare tuple, since there are many.
@@ -48,6 +50,26 @@ class _Start(NamedTuple):
 
 
 _starts: dict[tuple[Any, ...], _Start] = {}
+
+
+class Launch(NamedTuple):
+    """A launch, whole but for what may change from one to the next.
+
+    Attributes:
+        call: the launcher in C.
+        values: its arguments after the stream.
+        places: those of addresses and fractions among them.
+        maps: the place of each address that a descriptor is encoded from, what its encoding is told
+            beside, and the descriptors made, by address: memory is mostly handed out as before.
+    """
+
+    call: Any
+    values: tuple[Any, ...]
+    places: tuple[int, ...]
+    maps: tuple[tuple[int, tuple[Any, ...], dict[int, Any]], ...]
+
+
+Launches = dict[tuple[Any, ...], Launch]
 
 
 class _Thread(threading.local):
@@ -74,6 +96,7 @@ def launch(
     *arguments: Any,
     num_warps: int,
     num_stages: int = 3,
+    known: Launches | None = None,
     **constants: Any,
 ) -> None:
     """Start a kernel with a one-dimensional grid.
@@ -84,6 +107,8 @@ def launch(
         arguments: tensors, blocks, numbers and None, in the kernel's order.
         num_warps: warps a program.
         num_stages: stages of its pipelined loops, where the kernel doesn't say.
+        known: launches of before, to which this one is added. Whoever gives it says that with the
+            same kernel and constants the shapes of tensors and blocks are the same too.
         constants: the kernel's constants.
     """
     is_interpreted = type(kernel) is not JITFunction
@@ -93,46 +118,106 @@ def launch(
     if is_interpreted or not _IS_KNOWN or _are_hooks_set():
         _launch_through_triton(kernel, programs, arguments, constants, num_warps, num_stages)
         return
+    key: list[Any] = [id(kernel), device, num_warps, num_stages, *constants.values()]
+    given: list[Any] = []
+    found = None
+    if known is not None:
+        note, put = key.append, given.append
+        for x in arguments:
+            if type(x) is tuple:
+                x = x[0]
+                note(x.stride())
+            if isinstance(x, Tensor):
+                address = x.data_ptr()
+                note(x.dtype)
+                note(address & 15 == 0)
+                put(address)
+            elif x is None or type(x) is int:
+                note(x)
+            else:
+                note(type(x))
+                put(x)
+        found = known.get(tuple(key))
+    if found is None:
+        found = _prepare(kernel, programs, arguments, constants, num_warps, num_stages, device)
+        if found is None:
+            return
+        if known is not None:
+            known[tuple(key)] = found
+    values = list(found.values)
+    for at, x in zip(found.places, given, strict=False):
+        values[at] = x
+    active = driver.active
+    encode = active.utils.fill_tma_descriptor
+    for at, how, made in found.maps:
+        address = values[at]
+        descriptor = made.get(address)
+        if descriptor is None:
+            if len(made) == _MOST_DESCRIPTORS:
+                made.clear()
+            descriptor = made[address] = encode(address, *how)
+        values[at] = descriptor
+    found.call(programs, 1, 1, active.get_current_stream(device), *values)
+
+
+def _prepare(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    device: int,
+) -> Launch | None:
+    """Return a launch with these arguments; None if Triton had to compile and start the kernel."""
     # Everything that Triton specialises for, or what is finer.
     key: list[Any] = [id(kernel), device, num_warps, num_stages, *constants.values()]
     values: list[Any] = []
-    maps: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    places: list[int] = []
+    maps: list[tuple[int, tuple[Any, ...]]] = []
     for x in arguments:
         kind = type(x)
-        if kind is int:
-            key += (x == 1 if x & 15 else 16, x >> 31)
-            values.append(x)
-        elif kind is tuple:
+        if kind is tuple:
             x, tokens, width = x
             B, T, H, D = x.shape
             b, t, h, _ = x.stride()
             shape, strides = (B, H, T, D), (b, h, t, 1)
             key += (x.dtype, tokens, width)
-            maps.append((len(values), shape, strides))
-            values.append(x.data_ptr())
-            values += shape
-            values += strides
+            places.append(len(values))
+            maps.append((len(values), (shape, strides, 0)))
+            values += (x.data_ptr(), *shape, *strides)
         elif isinstance(x, Tensor):
             address = x.data_ptr()
             key += (x.dtype, x.get_device(), address & 15 == 0)
+            places.append(len(values))
             values.append(address)
+        elif kind is int:
+            key += (x == 1 if x & 15 else 16, x >> 31)
+            values.append(x)
         else:
             key.append(kind if x is None or kind is float else (kind, x))
+            if x is not None:
+                places.append(len(values))
             values.append(x)
-    found = _starts.get(tuple(key))
-    if found is None:
+    start = _starts.get(tuple(key))
+    if start is None:
         compiled = _launch_through_triton(
             kernel, programs, arguments, constants, num_warps, num_stages
         )
-        found = _find_start(kernel, compiled, len(arguments), len(maps))
-        if found is not None:
-            _starts[tuple(key)] = found
-        return
-    encode = driver.active.utils.fill_tma_descriptor
-    for (at, shape, strides), how in zip(maps, found.maps, strict=True):
-        values[at] = encode(values[at], *how, shape, strides, 0)
-    stream = driver.active.get_current_stream(device)
-    found.call(programs, 1, 1, stream, *found.head, *values, *found.tail)
+        start = _find_start(kernel, compiled, len(arguments), len(maps))
+        if start is not None:
+            _starts[tuple(key)] = start
+        return None
+    before = len(start.head)
+    return Launch(
+        start.call,
+        (*start.head, *values, *start.tail),
+        tuple(before + at for at in places),
+        tuple(
+            (before + at, (*how, *rest), {})
+            for how, (at, rest) in zip(start.maps, maps, strict=True)
+        ),
+    )
 
 
 def _launch_through_triton(

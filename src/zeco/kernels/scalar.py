@@ -55,6 +55,7 @@ def chunk_sums(plan: Plan, g: Tensor | None) -> Tensor | None:
         RUN=run,
         PARTS=len(sums),
         num_warps=4,
+        known=plan.launches,
     )
     return sums
 
@@ -117,6 +118,7 @@ def _states(
         ADJOINT=adjoint,
         STAGES=plan.state_stages,
         num_warps=plan.state_warps,
+        known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint)
 
@@ -151,7 +153,7 @@ def _walk(
     *,
     reverse: bool,
 ) -> Tensor:
-    edge = torch.empty_like(states.own)
+    edge = torch.empty(plan.B, plan.H, plan.K, plan.V, dtype=torch.float32, device=x.device)
     bk, bv = plan.block_k, plan.split_v
     launch(
         scalar_output_walk_kernel,
@@ -177,6 +179,7 @@ def _walk(
         REVERSE=reverse,
         STAGES=plan.output.stages,
         num_warps=plan.output.num_warps,
+        known=plan.launches,
     )
     return edge
 
@@ -275,6 +278,7 @@ def _gradient_walk(
         REVERSE=reverse,
         STAGES=plan.gradient.stages,
         num_warps=plan.gradient.num_warps,
+        known=plan.launches,
     )
     return pull
 
@@ -314,4 +318,5 @@ def _gate_gradient(
         PULLS=len(query_pull),
         BT=min(2048, triton.next_power_of_2(tokens)),
         num_warps=8,
+        known=plan.launches,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ _COMMON = """initial_state: state [B, H, K, V] before the first token, or with `
         ArgumentError: a shape, dtype, device or value does not fit; the message names it.
         UnsupportedError: the backend is not offered for this operator, device or installation.
         BackendError: kernels of ``"fla"`` give wrong numbers here."""
+
+
+class Signature(NamedTuple):
+    """What checks that look at no values read of a tensor; it may stand for the tensor in them."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+def signature_of(x: Tensor | None) -> Signature | None:
+    """Return a tensor's signature, None for none."""
+    return None if x is None else Signature(x.shape, x.dtype, x.device)
 
 
 def documented(function: F) -> F:
@@ -79,13 +97,18 @@ def check_inputs(
     if sizes.get("K") == 0:
         raise ArgumentError(f"{name}: the key dim K is 0, but must be at least 1")
     if sp is not None and sp.check:
-        for argument, tensor in given.items():
-            if tensor is not None and tensor.isnan().any():
-                raise ArgumentError(
-                    f"{name}: {argument} contains NaN; look for its source in the layer before, "
-                    "or pass check=False to the context to let it through"
-                )
+        check_no_nan(name, given)
     return sizes
+
+
+def check_no_nan(name: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse NaN."""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.isnan().any():
+            raise ArgumentError(
+                f"{name}: {argument} contains NaN; look for its source in the layer before, "
+                "or pass check=False to the context to let it through"
+            )
 
 
 def check_log_decay(name: str, argument: str, g: Tensor, sp: Exchange | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,18 +12,21 @@ from torch import Tensor
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import (
+    Signature,
     check_heads,
     check_inputs,
     check_log_decay,
+    check_no_nan,
     common_dtype,
     repeat_heads,
+    signature_of,
 )
 from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay import DecayOperator, Kind
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange
-from zeco.operators.triton_decay import why_not_triton
+from zeco.operators.triton_rows import why_not_triton
 
 OFFERED = ("torch", "triton")
 
@@ -66,42 +71,17 @@ def run_decay(
             for that of q, k and v.
         names: what the public operator calls q, k, v and g.
     """
-    layout = "B T G K" if kind == "diagonal" else "B T G"
-    sizes = check_inputs(
-        name,
-        {
-            names[0]: (q, "B T Hk K"),
-            names[1]: (k, "B T Hk K"),
-            names[2]: (v, "B T H V"),
-            names[3]: (g, layout),
-        },
-        initial_state=initial_state,
-        sp=sp,
-    )
-    H = sizes["H"]
-    check_heads(name, H, **{names[0]: sizes["Hk"]})
+    if scale is not None:
+        scale = float(scale)
+    options = (name, kind, scale, backend, strict, operands, names)
+    given = {names[0]: q, names[1]: k, names[2]: v, names[3]: g, "initial_state": initial_state}
+    operator = _decide(*options, *map(signature_of, given.values()))
+    if sp is not None and sp.check:
+        check_no_nan(name, given)
+    H = v.shape[2]
     if g is not None:
-        if g.shape[2] not in (H, sizes["Hk"]):
-            raise ArgumentError(
-                f"{name}: {names[3]} has {g.shape[2]} heads, but must have the {H} of "
-                f"{names[2]}" + ("" if sizes["Hk"] == H else f" or the {sizes['Hk']} of {names[0]}")
-            )
         check_log_decay(name, names[3], g, sp)
         g = repeat_heads(g, H)
-    offered = OFFERED
-    if operands is None:
-        operands = common_dtype(q, k, v)
-    wide = None if g is None or g.dtype != torch.float64 else g.dtype
-    if backend == "auto" and why_not_triton(sizes["K"], sizes["V"], operands, wide):
-        offered = ("torch",)
-    operator = DecayOperator(
-        name,
-        kind,
-        sizes["K"] ** -0.5 if scale is None else float(scale),
-        backend=choose_backend(name, backend, q.device, offered),
-        strict=strict,
-        operands=operands,
-    )
     inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g)
     if bidirectional:
         check_stateless(name, initial_state, output_final_state)
@@ -113,6 +93,54 @@ def run_decay(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         sp=sp,
+    )
+
+
+@lru_cache(maxsize=256)
+def _decide(
+    name: str,
+    kind: Kind,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+    operands: torch.dtype | None,
+    names: tuple[str, str, str, str],
+    *signatures: Signature | None,
+) -> DecayOperator:
+    """Check all of a call but values, and return its operator: the same for all calls alike."""
+    q, k, v, g, initial_state = cast("tuple[Any, ...]", signatures)
+    layout = "B T G K" if kind == "diagonal" else "B T G"
+    sizes = check_inputs(
+        name,
+        {
+            names[0]: (q, "B T Hk K"),
+            names[1]: (k, "B T Hk K"),
+            names[2]: (v, "B T H V"),
+            names[3]: (g, layout),
+        },
+        initial_state=initial_state,
+        sp=None,
+    )
+    H = sizes["H"]
+    check_heads(name, H, **{names[0]: sizes["Hk"]})
+    if g is not None and g.shape[2] not in (H, sizes["Hk"]):
+        raise ArgumentError(
+            f"{name}: {names[3]} has {g.shape[2]} heads, but must have the {H} of "
+            f"{names[2]}" + ("" if sizes["Hk"] == H else f" or the {sizes['Hk']} of {names[0]}")
+        )
+    offered = OFFERED
+    if operands is None:
+        operands = common_dtype(q, k, v)
+    wide = None if g is None or g.dtype != torch.float64 else g.dtype
+    if backend == "auto" and why_not_triton(sizes["K"], sizes["V"], operands, wide):
+        offered = ("torch",)
+    return DecayOperator(
+        name,
+        kind,
+        sizes["K"] ** -0.5 if scale is None else scale,
+        backend=choose_backend(name, backend, q.device, offered),
+        strict=strict,
+        operands=operands,
     )
 
 

@@ -29,6 +29,7 @@ from zeco.operators.segment import (
     Operator,
     Outcome,
     Segment,
+    spares_zeros,
 )
 
 CallT = ParamSpec("CallT")
@@ -85,6 +86,9 @@ class SingleDevice:
         return [segment.backward(d_o[0], d_finals[0])]
 
 
+_ALONE = SingleDevice()
+
+
 class SegmentFunction(torch.autograd.Function):
     """Outputs and finals of an operator call, differentiable in inputs and initial states.
 
@@ -128,9 +132,8 @@ class SegmentFunction(torch.autograd.Function):
             if d_o is None:
                 B, H, _, V = ctx.operator.state_shape(inputs)
                 d_o = first.new_zeros(B, first.shape[1], H, V)
-            # Whatever else exchanges states reads the finals' gradients, also a subclass.
-            alone = type(exchange) is SingleDevice
-            if d_finals is None and not (alone and segments[0].takes_none):
+            spared = spares_zeros(exchange, segments, alone=type(exchange) is SingleDevice)
+            if d_finals is None and not spared:
                 d_finals = _zero_states(ctx.operator, inputs, sum(len(p.documents) for p in slots))
             for segment, count in zip(segments, ctx.num_kept, strict=True):
                 segment.wanted = ctx.needs_input_grad[-num_inputs:]
@@ -142,10 +145,13 @@ class SegmentFunction(torch.autograd.Function):
                 _cut(d_o, [p.num_tokens for p in slots], 1),
                 _cut(d_finals, [len(p.documents) for p in slots], 0),
             )
-        d_inputs = [
-            None if parts[0] is None else _joined([p for p in parts if p is not None], 1)
-            for parts in zip(*(f.inputs for f in found), strict=True)
-        ]
+        if len(found) == 1:
+            d_inputs = found[0].inputs
+        else:
+            d_inputs = [
+                None if parts[0] is None else _joined([p for p in parts if p is not None], 1)
+                for parts in zip(*(f.inputs for f in found), strict=True)
+            ]
         d_fresh = [f.initials for f in found if f.initials is not None]
         wanted = ctx.needs_input_grad[3] and exchange.is_first()
         d_initial = found[0].entering if wanted else None
@@ -188,7 +194,7 @@ def _split_initials(initials: Tensor | None, slots: tuple[Pieces, ...]) -> Seque
 
 
 def _cut(x: Any, sizes: list[int], dim: int) -> Sequence[Any]:
-    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
+    return [x] * len(sizes) if len(sizes) == 1 or x is None else x.split(sizes, dim)
 
 
 def _zero_states(operator: Operator, inputs: Inputs, count: int) -> Tensor:
@@ -226,14 +232,14 @@ def _switched(device: torch.device) -> Generator[None]:
 class _Reported:
     """Tells the other ranks about an error on its way out."""
 
-    def __init__(self, exchange: Exchange | None) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and self.exchange is not None:
+        if isinstance(error, Exception):
             self.exchange.report_failure(error)
 
 
@@ -242,7 +248,10 @@ def operator_call(function: Callable[CallT, ResultT]) -> Callable[CallT, ResultT
 
     @functools.wraps(function)
     def call(*args: CallT.args, **kwargs: CallT.kwargs) -> ResultT:
-        with _Reported(cast("Exchange | None", kwargs.get("sp"))):
+        sp = cast("Exchange | None", kwargs.get("sp"))
+        if sp is None:
+            return function(*args, **kwargs)
+        with _Reported(sp):
             return function(*args, **kwargs)
 
     return call
@@ -273,7 +282,7 @@ def run_operator(
         rank's (last) slot [B, H, K, V]; with ``cu_seqlens`` [N, H, K, V], zero except in the rows of
         the documents that end on this rank.
     """
-    exchange = SingleDevice() if sp is None else sp
+    exchange = _ALONE if sp is None else sp
     first = inputs[0]
     if first is None:
         raise ArgumentError(f"{operator.name}: {operator.input_names[0]} is required")
@@ -284,15 +293,15 @@ def run_operator(
         )
     shape = operator.state_shape(inputs)
     slots = exchange.locate(first.shape[1], cu_seqlens, shape[0])
-    dtype = state_dtype(*inputs)
     states = None
     if initial_state is not None:
-        states = _checked_states(operator, initial_state, shape, cu_seqlens).to(dtype)
+        states = _checked_states(operator, initial_state, shape, cu_seqlens)
+        states = states.to(state_dtype(*inputs))
     heads = exchange.swap_heads(first.shape[1], cu_seqlens, shape[1], first.device)
     if heads is not None:
         if states is None:
             count = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-            states = first.new_zeros((count, *shape[1:]), dtype=dtype)
+            states = first.new_zeros((count, *shape[1:]), dtype=state_dtype(*inputs))
         with _Reported(exchange):
             return _run_by_heads(
                 operator, inputs, states, output_final_state, cu_seqlens, exchange, slots, heads
@@ -303,7 +312,7 @@ def run_operator(
         fresh = [pieces.documents[i] for pieces in slots for i in pieces.fresh]
         initials = None if states is None else states[fresh].unsqueeze(1)
     if initial is None and sp is not None:
-        initial = first.new_zeros(shape, dtype=dtype)
+        initial = first.new_zeros(shape, dtype=state_dtype(*inputs))
     tensors = (initial, initials, *inputs)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         o, finals = SegmentFunction.apply(operator, exchange, slots, *tensors)

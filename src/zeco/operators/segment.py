@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ from zeco.core.transitions import Transition
 Inputs = tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """What a segment's backward returns.
 
     Attributes:
@@ -167,6 +165,19 @@ class Segment(ABC):
         return Gradients(inputs, _zeros_for_none(d_entering, entering), d_initials)
 
 
+def spares_zeros(exchange: object, segments: Sequence[Segment], *, alone: bool) -> bool:
+    """Return whether None may stand for the gradients of finals that nobody uses.
+
+    The segment of a sequence that lies whole on one device (``alone``) says so itself. Whatever else
+    exchanges states reads them, unless its ``takes_none`` says that it needn't where each slot has
+    one final.
+    """
+    if alone:
+        return segments[0].takes_none
+    takes_none: bool = getattr(exchange, "takes_none", False)
+    return takes_none and all(len(segment.pieces.documents) == 1 for segment in segments)
+
+
 def _zeros_for_none(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if gradient is None else gradient
 
@@ -200,8 +211,7 @@ class Operator(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """What a forward exchange returns, one entry for each of the rank's slots.
 
     Attributes:

@@ -7,78 +7,33 @@ know one run of rows for each head; what else a call may have is arranged for th
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from zeco.core.documents import Pieces
-from zeco.core.errors import UnsupportedError
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
-from zeco.operators.arguments import common_dtype
 from zeco.operators.segment import Gradients, Inputs, Segment
-from zeco.operators.triton_rows import make_rows, make_slices
+from zeco.operators.triton_rows import DecayOptions, arrange
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
     from zeco.kernels.decay_gradients import QueryGradient
     from zeco.kernels.decay_plan import Plan
 
-_MAX_DIM = 256
-_MAX_DIM_FP32 = 128
 # States at the boundaries of segments are kept for the backward pass up to this part of the inputs.
 _KEPT_PART = 1 / 8
 
 
-class DecayOptions(Protocol):
-    """What the segment reads of `zeco.operators.decay.DecayOperator`."""
+@cache
+def _launchers() -> Any:
+    """Return the modules that launch kernels; Triton, which they import, need not be installed."""
+    from zeco.kernels import decay, decay_gradients, scalar
 
-    @property
-    def name(self) -> str:
-        """The public name, for messages."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """Which decay: "identity", "scalar" or "diagonal"."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Factor of the queries."""
-        ...
-
-    @property
-    def strict(self) -> bool:
-        """Whether queries read the state before their own token."""
-        ...
-
-    @property
-    def operands(self) -> torch.dtype | None:
-        """The dtype of the products' factors; None for that of q, k and v."""
-        ...
-
-
-def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
-    """Return why the kernels don't take a call of the decay family; None if they do.
-
-    Args:
-        K: key dim.
-        V: value dim.
-        dtypes: of q, k, v and g.
-    """
-    if torch.float64 in dtypes:
-        return "the kernels don't compute in float64"
-    most = _most(*dtypes)
-    if K % 8 or not 0 < K <= most:
-        return f"K={K} must be a multiple of 8 up to {most} with these dtypes"
-    return None if V > 0 else "V is 0"
-
-
-def _most(*dtypes: torch.dtype | None) -> int:
-    return _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
+    return decay, decay_gradients, scalar
 
 
 class TritonDecaySegment(Segment):
@@ -90,30 +45,16 @@ class TritonDecaySegment(Segment):
         super().__init__(inputs, pieces)
         self.operator = operator
         q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
-        dtype = operator.operands
-        if dtype is None:
-            dtype = common_dtype(q, k, v)
-        if g is not None and g.dtype == torch.float64:
-            dtype = torch.float64
-        reason = why_not_triton(k.shape[3], v.shape[3], dtype)
-        if reason is not None:
-            raise UnsupportedError(
-                f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
-            )
-        from zeco.kernels.decay_plan import chunk_of
-
-        self.rows = make_rows(pieces, chunk_of(dtype), operator.strict, q.device)
-        self.slices = make_slices(v.shape[3], _most(dtype))
-        # The kernels take the scale's logarithm.
-        scale = operator.scale
-        self.scale, self.sign = (scale, 1.0) if scale > 0 else (1.0, scale)
-        rows, slices = self.rows, self.slices
+        dtypes = (q.dtype, k.dtype, v.dtype, None if g is None else g.dtype)
+        found = arrange(operator, pieces, (k.shape, v.shape), dtypes, q.device)
+        self._arrangement, self.scale, self.sign = found, found.scale, found.sign
+        self.rows, self.slices = rows, slices = found.rows, found.slices
+        dtype = found.dtype
         q = _cast(q if self.sign == 1.0 else q * self.sign, dtype)
         self.q = _ready(slices.repeat(rows.spread(q, rows.queries)))
         self.k = _ready(slices.repeat(rows.spread(_cast(k, dtype), rows.keys)))
         self.v = _ready(slices.cut(rows.spread(_cast(v, dtype), rows.keys)))
         self.g = None if g is None else self._as_gates(g)
-        self._plan: Plan | None = None
         self._states: States | None = None
         self._chunks: Chunks | None = None
         self._adjoints: States | None = None
@@ -148,53 +89,50 @@ class TritonDecaySegment(Segment):
     @property
     def plan(self) -> Plan:
         """Sizes and launch settings."""
-        if self._plan is None:
+        found = self._arrangement.plan
+        if found is None:
             from zeco.kernels.decay_plan import make_plan
 
-            self._plan = make_plan(
-                self.q,
-                self.v,
-                self.g,
-                ranges=self.rows.ranges,
-                continued=self.pieces.continued,
-            )
-        return self._plan
+            ranges, continued = self.rows.ranges, self.pieces.continued
+            found = make_plan(self.q, self.v, self.g, ranges=ranges, continued=continued)
+            self._arrangement.plan = found
+        return found
 
     @cached_property
     def _sums(self) -> Tensor | None:
-        from zeco.kernels.scalar import chunk_sums
-
-        return chunk_sums(self.plan, self.g)
+        return _launchers()[2].chunk_sums(self.plan, self.g)
 
     def _run_state_pass(self, initials: Tensor | None) -> States:
-        from zeco.kernels import decay, scalar
-
-        if self._states is None:
+        found = self._states
+        if found is None:
+            decay, _, scalar = _launchers()
             given = self._as_state(initials)
             if self._diagonal:
-                self._states, self._chunks = decay.state_pass(
+                found, self._chunks = decay.state_pass(
                     self.plan, self.k, self.v, cast("Tensor", self.g), given
                 )
             else:
-                self._states = scalar.state_pass(self.plan, self.k, self.v, self._sums, given)
-        return self._states
+                found = scalar.state_pass(self.plan, self.k, self.v, self._sums, given)
+            self._states = found
+        return cast("States", found)
 
     def _run_adjoint_pass(self, d_o: Tensor, d_finals: Tensor | None) -> States:
-        from zeco.kernels import decay, scalar
-
-        if self._adjoints is None:
+        found = self._adjoints
+        if found is None:
+            decay, _, scalar = _launchers()
             # The last final's gradient comes in later, through the rank's transition.
             inner = d_finals is not None and len(d_finals) > 1
             given = self._as_state(d_finals if inner else None)
             if self._diagonal:
-                self._adjoints, self._chunks = decay.adjoint_state_pass(
+                found, self._chunks = decay.adjoint_state_pass(
                     self.plan, self.q, d_o, cast("Tensor", self.g), given, scale=self.scale
                 )
             else:
-                self._adjoints = scalar.adjoint_state_pass(
+                found = scalar.adjoint_state_pass(
                     self.plan, self.q, d_o, self._sums, given, scale=self.scale
                 )
-        return self._adjoints
+            self._adjoints = found
+        return cast("States", found)
 
     def summarize(self, initials: Tensor | None = None) -> AffineMap:
         """Return the rank's map."""
@@ -251,8 +189,7 @@ class TritonDecaySegment(Segment):
         if self._empty:
             values = cast("Tensor", self.inputs[2])
             return torch.zeros_like(values, dtype=dtype), self._piece_starts(entering, initials)
-        from zeco.kernels import decay, scalar
-
+        decay, _, scalar = _launchers()
         given: dict[str, Any] = {
             "states": self._run_state_pass(initials),
             "scale": self.scale,
@@ -287,12 +224,9 @@ class TritonDecaySegment(Segment):
 
     def recall(self, kept: tuple[Tensor, ...]) -> None:
         """Take what `keep` gave, in place of a state pass."""
-        from zeco.kernels.decay import States
-
         if kept:
-            states, passed, log_decay = kept
-            own = states[-1].view(self.plan.B, self.plan.H, self.plan.K, self.plan.V)
-            self._states = States(states, passed, own, log_decay)
+            decay, _, _ = _launchers()
+            self._states = decay.States(*kept, last=self.plan.num_segments)
 
     def replay(self, entering: Tensor | None, initials: Tensor | None) -> None:
         """Run the state pass, if its states aren't there, and the queries' gradient pass.
@@ -308,8 +242,7 @@ class TritonDecaySegment(Segment):
             self._queries = self._query_gradient(self._d_o, self._entering)
 
     def _query_gradient(self, d_o: Tensor, entering: Tensor | None) -> QueryGradient:
-        from zeco.kernels import decay_gradients, scalar
-
+        _, decay_gradients, scalar = _launchers()
         given: dict[str, Any] = {
             "states": self._run_state_pass(self._initials),
             "scale": self.scale,
@@ -332,8 +265,7 @@ class TritonDecaySegment(Segment):
                 d_finals = torch.stack([self._zero_state()] * len(self.pieces.documents))
             d_entering = d_finals[0] if first else torch.zeros_like(d_finals[0])
             return Gradients(zeros, d_entering, None if initials is None else d_finals[first:])
-        from zeco.kernels import decay_gradients, scalar
-
+        _, decay_gradients, scalar = _launchers()
         d_o = self._as_outputs(d_o) if self._d_o is None else self._d_o
         adjoints = self._run_adjoint_pass(d_o, d_finals)
         d_leaving = self._as_state(None if d_finals is None else d_finals[-1])

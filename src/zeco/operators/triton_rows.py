@@ -17,17 +17,76 @@ multiple of 8 with zeros, which rows of 16 bytes need.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from zeco.core.documents import Pieces
+from zeco.core.errors import UnsupportedError
 from zeco.operators.arguments import repeat_heads
 from zeco.operators.layout import make_layout
 
+if TYPE_CHECKING:
+    from zeco.kernels.decay_plan import Plan
+
 Ranges = tuple[tuple[int, int], ...]
+
+_MAX_DIM = 256
+_MAX_DIM_FP32 = 128
+# Few: with packed documents each holds two numbers a token on the device.
+_KEPT = 16
+
+
+class DecayOptions(Protocol):
+    """What the segment reads of `zeco.operators.decay.DecayOperator`."""
+
+    @property
+    def name(self) -> str:
+        """The public name, for messages."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Which decay: "identity", "scalar" or "diagonal"."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor of the queries."""
+        ...
+
+    @property
+    def strict(self) -> bool:
+        """Whether queries read the state before their own token."""
+        ...
+
+    @property
+    def operands(self) -> torch.dtype | None:
+        """The dtype of the products' factors; None for that of q, k and v."""
+        ...
+
+
+def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
+    """Return why the kernels don't take a call of the decay family; None if they do.
+
+    Args:
+        K: key dim.
+        V: value dim.
+        dtypes: of q, k, v and g.
+    """
+    if torch.float64 in dtypes:
+        return "the kernels don't compute in float64"
+    most = _most(*dtypes)
+    if K % 8 or not 0 < K <= most:
+        return f"K={K} must be a multiple of 8 up to {most} with these dtypes"
+    return None if V > 0 else "V is 0"
+
+
+def _most(*dtypes: torch.dtype | None) -> int:
+    return _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +122,7 @@ class Rows:
         return y[:, rows] if isinstance(rows, slice) else y.index_select(1, rows)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_KEPT)
 def make_rows(pieces: Pieces, chunk: int, strict: bool, device: torch.device) -> Rows:
     """Lay the pieces' tokens into rows.
 
@@ -155,3 +214,46 @@ def make_slices(V: int, most: int) -> Slices:
     """
     count = -(-V // most)
     return Slices(V, count, -(-V // (8 * count)) * 8)
+
+
+class Arrangement:
+    """What a call's tensors are brought to, which is the same for all calls alike.
+
+    Attributes:
+        dtype: of q, k and v.
+        rows, slices: the layout.
+        scale, sign: the queries' factor; the kernels take its logarithm.
+        plan: sizes and launch settings, once a call has needed them.
+    """
+
+    def __init__(self, dtype: torch.dtype, rows: Rows, slices: Slices, scale: float) -> None:
+        self.dtype, self.rows, self.slices = dtype, rows, slices
+        self.scale, self.sign = (scale, 1.0) if scale > 0 else (1.0, scale)
+        self.plan: Plan | None = None
+
+
+@lru_cache(maxsize=_KEPT)
+def arrange(
+    operator: DecayOptions,
+    pieces: Pieces,
+    shapes: tuple[torch.Size, torch.Size],
+    dtypes: tuple[torch.dtype | None, ...],
+    device: torch.device,
+) -> Arrangement:
+    """Return the arrangement of calls whose k and v have these shapes, q, k, v and g these dtypes."""
+    *products, gates = dtypes
+    dtype = operator.operands
+    if dtype is None:
+        dtype = reduce(torch.promote_types, cast("list[torch.dtype]", products))
+    if gates == torch.float64:
+        dtype = torch.float64
+    K, V = shapes[0][3], shapes[1][3]
+    reason = why_not_triton(K, V, dtype)
+    if reason is not None:
+        raise UnsupportedError(
+            f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
+        )
+    from zeco.kernels.decay_plan import chunk_of
+
+    rows = make_rows(pieces, chunk_of(dtype), operator.strict, device)
+    return Arrangement(dtype, rows, make_slices(V, _most(dtype)), operator.scale)
