@@ -282,13 +282,21 @@ def run_all(given: argparse.Namespace, store: Store) -> None:
             )  # fmt: skip
         except Exception as error:  # RankFailedError; with one rank, which is this process, any
             traceback.print_exception(error)
-            running = store.get("running")
-            # Without one, they fell before the first part, between parts or behind the last.
-            after = next((part for part in left if not has_ended(store.get(part))), None)
-            failed = after if running is None else running["part"]
-            if failed is not None:
-                store.fail(failed, str(error))
+            blame(left, store, str(error))
         left = [part for part in left if not has_ended(store.get(part))]
+
+
+def blame(parts: list[str], store: Store, reason: str) -> None:
+    """Put down which of the parts brought the ranks down, unless the watch has and said so."""
+    running = store.get("running")
+    figures = [store.get(part) for part in parts]
+    if running is not None:
+        store.fail(running["part"], reason)
+    elif not any(found is not None and "failed" in found for found in figures):
+        # They fell before the first part, between parts or behind the last.
+        after = next((part for part in parts if not has_ended(store.get(part))), None)
+        if after is not None:
+            store.fail(after, reason)
 
 
 def record_path(given: argparse.Namespace) -> Path:

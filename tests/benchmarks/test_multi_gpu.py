@@ -157,6 +157,26 @@ def test_a_part_that_fails_loses_no_other(
     assert figures["scans"] == {"rows": [1], "failed": "rank 1 was killed by signal 9"}
 
 
+def test_a_part_that_the_watch_ended_is_the_only_one_blamed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+
+    def launch(function: Any, options: Any, parts: list[str], *rest: Any, **more: Any) -> None:
+        if "layers" in parts:
+            store.fail("layers", "still ran")
+            raise RankFailedError("rank 1 was killed by signal 9")
+        store.put("model", {"seconds": 1.0})
+
+    monkeypatch.setattr(script, "launch", launch)
+    monkeypatch.setattr(script, "start_preparing", lambda *_: None)
+    script.run_all(given(script, tmp_path, "--parts", "layers", "model"), store)
+    assert store.figures(script.RUNS) == {
+        "layers": {"failed": "still ran"},
+        "model": {"seconds": 1.0},
+    }
+
+
 @pytest.mark.timeout(60)
 def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "GRACE_S", 0.5)

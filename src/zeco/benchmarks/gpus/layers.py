@@ -25,6 +25,9 @@ PEER = "fla cp"
 GATE_FACTOR = 4.0
 """Gradients of what decays are made of are sums in which large terms cancel."""
 
+MARGIN = 1.5
+"""Of the time that a smaller case of its operator lets expect of one, in which it must fit."""
+
 
 @dataclass(frozen=True)
 class LayerCase:
@@ -186,7 +189,7 @@ def _measure_rows(world: Team, told: Told, sizes: LayerSizes, figures: dict[str,
         took: dict[str, tuple[float, int]] = {}
         for case in sizes.cases:
             seconds, elements = took.get(case.op, (0.0, case.elements))
-            if not world.has_time(seconds * case.elements / elements):
+            if not world.has_time(MARGIN * seconds * case.elements / elements):
                 left.append(f"{case.op}, {case.tokens} tokens a rank")
                 continue
             if team is not None:
