@@ -1,6 +1,6 @@
 """The decay family on one GPU: are the Triton kernels right, and how long do they take.
 
-    python benchmarks/gpu_gla.py --out benchmarks/results/gpu_gla.json
+    python benchmarks/gpu_gla.py --out benchmarks/results/gpu_decay.json
 
 Correctness first, against the chunkwise torch form in fp64: a shape that fails gets no times. Times
 are medians of CUDA-graph replays (launches hidden) and of ordinary calls from Python; floors count
