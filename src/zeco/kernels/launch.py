@@ -153,7 +153,7 @@ def launch(
         address = values[at]
         descriptor = made.get(address)
         if descriptor is None:
-            if len(made) == _MOST_DESCRIPTORS:
+            if len(made) >= _MOST_DESCRIPTORS:  # above, where threads came in between
                 made.clear()
             descriptor = made[address] = encode(address, *how)
         values[at] = descriptor
