@@ -313,6 +313,7 @@ def arranged():
     pieces = local_pieces([0, 3, 40, 70], 0, 70)
     compare_segments(one_a_head, 70, pieces, V=136, with_initials=True)
     documents_do_not_leak()
+    outputs_have_the_dtype_asked_for()
 
 
 def documents_do_not_leak():
@@ -325,6 +326,20 @@ def documents_do_not_leak():
     changed, _ = TritonDecaySegment(operator, (q, k, v, g), pieces).output(entering, None)
     assert changed[:, :20].isnan().all()
     assert torch.equal(changed[:, 20:], o[:, 20:])
+
+
+def outputs_have_the_dtype_asked_for():
+    q, k, v, g, _, entering, _ = make(1, 50, 1, 16, 16, torch.float16, -0.3)
+    for kind, gates in (("diagonal", g), ("scalar", g[..., 0]), ("identity", None)):
+        own, wide = (
+            TritonDecaySegment(
+                DecayOperator("test", kind, 1.0, results=results), (q, k, v, gates), whole(50)
+            ).output(entering, None)[0]
+            for results in (None, torch.float32)
+        )
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide.half(), own)
+        assert not torch.equal(wide, own.float())
 
 
 def refusals():

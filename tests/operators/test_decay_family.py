@@ -187,7 +187,7 @@ def test_single_precision_is_near_exact(case: Case, decay: float) -> None:
 
 @every_case
 def test_half_precision_is_as_good_as_the_recurrence_in_that_precision(case: Case) -> None:
-    """At most twice the error of the same inputs in fp32 with outputs rounded once."""
+    """As good as the same inputs in fp32 with outputs rounded once, whatever is added to them."""
     tensors = case.make(decay=0.05, dtype=torch.bfloat16, B=1, T=130, H=2, G=2, K=16, V=16)
     for name in ("g", "w", "log_decay", "A", "dt", "D", "u"):
         if name in tensors:
@@ -199,7 +199,7 @@ def test_half_precision_is_as_good_as_the_recurrence_in_that_precision(case: Cas
     assert final is not None
     assert final.dtype == torch.float32
     rounded = relative_error(expected.bfloat16(), expected)
-    assert relative_error(o, expected) <= 2 * rounded
+    assert relative_error(o, expected) <= 1.05 * rounded
     weight = torch.randn_like(expected)
     values = list(tensors.values())
     found = torch.autograd.grad((o.double() * weight).sum(), values)

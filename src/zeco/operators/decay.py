@@ -62,6 +62,7 @@ class DecayOperator:
         chunk: tokens a chunk, a power of two.
         operands: the dtype in which kernels multiply, for inputs that were widened on the way here;
             None for that of the inputs.
+        results: the dtype of the outputs, for callers who add to them; None for that of q.
     """
 
     name: str
@@ -71,6 +72,7 @@ class DecayOperator:
     strict: bool = False
     chunk: int = 64
     operands: torch.dtype | None = None
+    results: torch.dtype | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -249,8 +251,8 @@ class DecaySegment(Segment):
             attended = AttendFunction.apply(q, k, v, states, *self._exact, self.operator.strict)
             o = cast("Tensor", attended)
         o = o.unflatten(0, self._query.shape[:3]).transpose(2, 3)
-        o = self.layout.merge(o[..., : self.V]).to(cast("Tensor", self.inputs[0]).dtype)
-        return o.contiguous(), finals
+        dtype = self.operator.results or cast("Tensor", self.inputs[0]).dtype
+        return self.layout.merge(o[..., : self.V]).to(dtype).contiguous(), finals
 
     def replay(self, entering: Tensor, initials: Tensor | None) -> None:
         """Recompute the forward pass but for the outputs, which no gradient needs."""

@@ -48,6 +48,7 @@ def run_decay(
     backend: str,
     strict: bool = False,
     operands: torch.dtype | None = None,
+    results: torch.dtype | None = None,
     names: tuple[str, str, str, str] = ("q", "k", "v", "g"),
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, give every input the value heads' count, and run the operator.
@@ -69,11 +70,12 @@ def run_decay(
         strict: whether queries read the state before their own token.
         operands: the dtype in which kernels multiply, for inputs that the caller has widened; None
             for that of q, k and v.
+        results: the dtype of the outputs, for callers who add to them; None for that of q.
         names: what the public operator calls q, k, v and g.
     """
     if scale is not None:
         scale = float(scale)
-    options = (name, kind, scale, backend, strict, operands, names)
+    options = (name, kind, scale, backend, strict, operands, results, names)
     given = {names[0]: q, names[1]: k, names[2]: v, names[3]: g, "initial_state": initial_state}
     operator = _decide(*options, *map(signature_of, given.values()))
     if sp is not None and sp.check:
@@ -104,6 +106,7 @@ def _decide(
     backend: str,
     strict: bool,
     operands: torch.dtype | None,
+    results: torch.dtype | None,
     names: tuple[str, str, str, str],
     *signatures: Signature | None,
 ) -> DecayOperator:
@@ -141,6 +144,7 @@ def _decide(
         backend=choose_backend(name, backend, q.device, offered),
         strict=strict,
         operands=operands,
+        results=results,
     )
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
-from zeco.operators.arguments import check_inputs, common_dtype, documented, repeat_heads
+from zeco.operators.arguments import check_inputs, documented, repeat_heads
 from zeco.operators.decay_call import run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
@@ -57,7 +57,7 @@ def rwkv6(
     o, state = run_decay(
         name,
         "diagonal",
-        r.to(dtype),
+        r,
         k,
         v,
         w,
@@ -69,7 +69,7 @@ def rwkv6(
         sp=sp,
         backend=backend,
         strict=True,
-        operands=common_dtype(r, k, v),
+        results=dtype,
         names=("r", "k", "v", "w"),
     )
     product = repeat_heads(r.to(dtype) * k.to(dtype), sizes["G"])

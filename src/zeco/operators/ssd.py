@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zeco.core.shapes import state_dtype
@@ -71,7 +72,7 @@ def ssd(
     o, state = run_decay(
         "ssd",
         "scalar",
-        C.to(dtype),
+        C,
         B,
         x * step.unsqueeze(-1),
         step * A.to(dtype),
@@ -83,8 +84,9 @@ def ssd(
         sp=sp,
         backend=backend,
         operands=common_dtype(x, B, C),
+        results=dtype,
         names=("C", "B", "x", "dt"),
     )
     if D is not None:
-        o = o + D.to(dtype).unsqueeze(-1) * x
+        o = torch.addcmul(o, D.to(dtype).unsqueeze(-1), x)
     return o.to(x.dtype), state

@@ -185,7 +185,7 @@ class TritonDecaySegment(Segment):
 
     def output(self, entering: Tensor | None, initials: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the output pass."""
-        dtype = cast("Tensor", self.inputs[0]).dtype
+        dtype = self.operator.results or cast("Tensor", self.inputs[0]).dtype
         if self._empty:
             values = cast("Tensor", self.inputs[2])
             return torch.zeros_like(values, dtype=dtype), self._piece_starts(entering, initials)

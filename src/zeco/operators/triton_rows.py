@@ -68,6 +68,11 @@ class DecayOptions(Protocol):
         """The dtype of the products' factors; None for that of q, k and v."""
         ...
 
+    @property
+    def results(self) -> torch.dtype | None:
+        """The dtype of the outputs; None for that of q."""
+        ...
+
 
 def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
     """Return why the kernels don't take a call of the decay family; None if they do.
