@@ -1,15 +1,11 @@
 """All-Scan's kernels, interpreted on the CPU, and what the compiler makes of them.
 
-The interpreter is switched on by an environment variable that Triton reads once, when it is first
-imported, so the cases run in a process of their own.
+The cases run in a process of their own: see the fixture.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,16 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("part", ["elementwise", "dense", "failures"])
-def test_interpreted_kernels(part):
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, str(CASES), part],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_interpreted_kernels(part, run_interpreted):
+    run_interpreted(CASES, part)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
-"""The layers' Triton kernels, interpreted on the CPU in a process of their own (see test_decay.py)."""
+"""The layers' Triton kernels, interpreted on the CPU in a process of their own."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +9,6 @@ import pytest
 CASES = Path(__file__).with_name("layer_cases.py")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="the package triton is missing; install zeco-sp[gpu]",
-)
 @pytest.mark.parametrize("part", ["convolution", "strided", "norm", "gate"])
-def test_interpreted_kernels(part):
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, str(CASES), part],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_interpreted_kernels(part, run_interpreted):
+    run_interpreted(CASES, part)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,23 +34,31 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(1, 21, 16, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def note_events(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, starting: str
+) -> dict[int, list[str]]:
+    """Have every rank note when it starts an exchange by a function of a module, and waits for it."""
+    events: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
+    start = getattr(module, starting)
+
+    def started(transport: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = start(transport, *args, **kwargs)
+        wait = handle.wait
+        events[transport.rank].append("start")
+        handle.wait = lambda: (events[transport.rank].append("wait"), wait())[1]
+        return handle
+
+    monkeypatch.setattr(module, starting, started)
+    return events
+
+
 @pytest.mark.parametrize("can_be_held_up", [False, True])
 def test_the_gate_is_computed_while_the_scan_is_in_flight(
     can_be_held_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not where a scan is many kernels on a GPU, which a matrix product would keep waiting."""
     monkeypatch.setattr(ScanHandle, "can_be_held_up", can_be_held_up)
-    events: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
-    start_scan = scanned.start_scan
-
-    def started(transport: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = start_scan(transport, *args, **kwargs)
-        wait = handle.wait
-        events[transport.rank].append("start")
-        handle.wait = lambda: (events[transport.rank].append("wait"), wait())[1]
-        return handle
-
-    monkeypatch.setattr(scanned, "start_scan", started)
+    events = note_events(monkeypatch, scanned, "start_scan")
 
     def on_rank(group: Group) -> None:
         sp = SequenceParallel(group)
@@ -66,17 +75,7 @@ def test_the_decays_are_computed_while_the_halo_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And their gradients while the halo's are."""
-    events: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
-    start_passing = halo._start_passing
-
-    def started(transport: Any, *args: Any, **kwargs: Any) -> Any:
-        passing = start_passing(transport, *args, **kwargs)
-        wait = passing.wait
-        events[transport.rank].append("start")
-        passing.wait = lambda: (events[transport.rank].append("wait"), wait())[1]
-        return passing
-
-    monkeypatch.setattr(halo, "_start_passing", started)
+    events = note_events(monkeypatch, halo, "_start_passing")
 
     def on_rank(group: Group) -> None:
         sp = SequenceParallel(group)

@@ -1,15 +1,12 @@
 """The delta rules on Flash Linear Attention's kernels, interpreted on the CPU, and their choice.
 
-The interpreter is switched on by an environment variable that Triton reads once, when it is first
-imported, so the cases run in a process of their own.
+The cases run in a process of their own: see the fixture.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,16 +29,8 @@ bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
     reason="the packages triton and fla-core are missing; install zeco-sp[gpu]",
 )
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "rwkv7"])
-def test_interpreted_kernels(name: str) -> None:
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, str(CASES), name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_interpreted_kernels(name: str, run_interpreted: Callable[[Path, str], None]) -> None:
+    run_interpreted(CASES, name)
 
 
 @pytest.mark.parametrize("bounds", [(0, 1), (0, 0), (0, 64, 64, 1000, 1001), (0, 4096, 8192)])
