@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from zeco.benchmarks.device import capture, peak_mib
 from zeco.benchmarks.record import write_record
 from zeco.kernels import decay, decay_gradients, decay_plan, scalar
 from zeco.operators.gla import gla
@@ -212,15 +213,7 @@ def time_eager(run: Callable[[], object], repeats: int = 30) -> float:
 
 def time_graph(run: Callable[[], object], repeats: int = 30) -> float:
     """Return the median time of a call in ms as replayed from a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return time_eager(graph.replay, repeats)
+    return time_eager(capture(run), repeats)
 
 
 def copy_bandwidth() -> float:
@@ -265,17 +258,6 @@ def floors(shape, dtype: torch.dtype, g: Tensor, bandwidth: float) -> dict[str, 
     }
 
 
-def peak_memory(run: Callable[[], object]) -> float:
-    """Return MiB that a call adds to what lies allocated."""
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def public_times(call: Public) -> dict[str, float]:
     # Backward passes run in a thread of autograd's own, unless it is told not to.
     with torch.autograd.set_multithreading_enabled(False):
@@ -285,8 +267,8 @@ def public_times(call: Public) -> dict[str, float]:
         "forward_backward": time_eager(call.both),
         "forward_backward_one_thread": one_thread,
         "forward_graph": time_graph(call.forward),
-        "forward_peak_mib": peak_memory(call.forward),
-        "forward_backward_peak_mib": peak_memory(call.both),
+        "forward_peak_mib": peak_mib(call.forward),
+        "forward_backward_peak_mib": peak_mib(call.both),
     }
 
 
@@ -317,8 +299,8 @@ def measure(
     found["kernels_ms"] = parts(call)
     found["floor_ms"] = floors(shape, dtype, call.g, bandwidth)
     found["peak_mib"] = {
-        "forward": peak_memory(call.forward),
-        "forward_backward": peak_memory(call.both),
+        "forward": peak_mib(call.forward),
+        "forward_backward": peak_mib(call.both),
     }
     q, k, v, g, *rest = make_inputs(shape, dtype, gate_dtype, GATES[gate])
     public = Public((q, k, v, g if family == "gla" else one_a_head(g), *rest), run_ours)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zeco.core.errors import UnsupportedError
-from zeco.kernels.launch import Launches
+
+if TYPE_CHECKING:  # sizes are known without Triton
+    from zeco.kernels.launch import Launches
 
 # Base-2 totals below which a channel of a chunk is strong: half of it must leave room in the
 # operands' dtype. fp16 ends at 2^16.

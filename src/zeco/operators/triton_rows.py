@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Ranges = tuple[tuple[int, int], ...]
 
-_MAX_DIM = 256
-_MAX_DIM_FP32 = 128
 # Few: with packed documents each holds two numbers a token on the device.
 _KEPT = 16
 
@@ -82,16 +80,14 @@ def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
         V: value dim.
         dtypes: of q, k, v and g.
     """
+    from zeco.kernels.decay_plan import max_dim
+
     if torch.float64 in dtypes:
         return "the kernels don't compute in float64"
-    most = _most(*dtypes)
+    most = max_dim(torch.float32 if torch.float32 in dtypes else torch.bfloat16)
     if K % 8 or not 0 < K <= most:
         return f"K={K} must be a multiple of 8 up to {most} with these dtypes"
     return None if V > 0 else "V is 0"
-
-
-def _most(*dtypes: torch.dtype | None) -> int:
-    return _MAX_DIM_FP32 if torch.float32 in dtypes else _MAX_DIM
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +254,7 @@ def arrange(
         raise UnsupportedError(
             f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
         )
-    from zeco.kernels.decay_plan import chunk_of
+    from zeco.kernels.decay_plan import chunk_of, max_dim
 
     rows = make_rows(pieces, chunk_of(dtype), operator.strict, device)
-    return Arrangement(dtype, rows, make_slices(V, _most(dtype)), operator.scale)
+    return Arrangement(dtype, rows, make_slices(V, max_dim(dtype)), operator.scale)
