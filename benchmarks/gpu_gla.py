@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeco.benchmarks.device import capture, peak_mib
 from zeco.benchmarks.record import write_record
-from zeco.kernels import decay, decay_gradients, decay_plan, scalar
+from zeco.kernels import decay, decay_gradients, decay_plan, scalar, scalar_gradients
 from zeco.operators.gla import gla
 from zeco.operators.simple_gla import simple_gla
 
@@ -122,9 +122,9 @@ class ScalarCall(Call):
             "entering": self.entering,
         }  # fmt: skip
         given = (self.plan, self.q, self.k, self.v)
-        return scalar.gradient_passes(
+        return scalar_gradients.gradient_passes(
             *given, self.g, self.d_o, adjoints=self.adjoints, d_leaving=self.d_leaving,
-            queries=scalar.query_pass(*given, self.d_o, **known), **known,
+            queries=scalar_gradients.query_pass(*given, self.d_o, **known), **known,
         )  # fmt: skip
 
 

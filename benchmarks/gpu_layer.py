@@ -11,7 +11,8 @@ memory     peak memory and time of a stack of layers, ours and then Flash Linear
 timeline   kernels of a middle rank's layer by stream, as a PNG. The layer, the method and the scan are
            the real ones; the wire is a stand-in: a message arrives --hop-us late for every rank that
            it has passed. Of five runs the one is shown whose scans lie under compute for the middle
-           share of their time. Started by torchrun on several GPUs, with
+           share of their time. With --captured the runs are replays of a CUDA graph, in which
+           less time passes between kernels. Started by torchrun on several GPUs, with
            --parts timeline, the ranks are real, and so is the wire.
 """
 
@@ -36,8 +37,13 @@ from torch.nn import functional as F
 from zeco.benchmarks.device import capture, kernel_times, synchronize, time_in_turn
 from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.benchmarks.record import write_record
-from zeco.benchmarks.stand_in import StandInTransport
-from zeco.benchmarks.timeline import cover_of_scans, draw_timeline, name_rows, trace
+from zeco.benchmarks.stand_in import StandInTransport, measure_cycles_per_us
+from zeco.benchmarks.timeline import (
+    describe_timeline,
+    draw_timeline,
+    middle_timeline,
+    trace_timelines,
+)
 from zeco.collectives.groups import Group
 from zeco.layers import GatedLinearAttention
 from zeco.operators.log_gate import log_sigmoid_gate
@@ -246,11 +252,6 @@ def measure_stack(
     return figures
 
 
-def cycles_per_us(device: torch.device) -> float:
-    times = time_in_turn({"sleep": lambda: torch.cuda._sleep(10_000_000)}, device, 5)["sleep"]
-    return 10_000_000 / (min(times) * 1e6)
-
-
 def join_group(given: argparse.Namespace) -> Group:
     """Return the ranks that torchrun started, or a middle rank without neighbours."""
     if "LOCAL_RANK" in os.environ:
@@ -258,7 +259,7 @@ def join_group(given: argparse.Namespace) -> Group:
         dist.init_process_group("nccl", device_id=given.device)
         given.ranks = dist.get_world_size()
         return dist.group.WORLD
-    cycles = cycles_per_us(given.device)
+    cycles = measure_cycles_per_us(given.device)
     rank, ranks = given.ranks // 2, given.ranks
     return StandInTransport(rank, ranks, hop_us=given.hop_us, cycles_per_us=cycles)
 
@@ -271,29 +272,29 @@ def measure_timeline(given: argparse.Namespace) -> dict[str, Any]:
     sp = SequenceParallel(group, algorithm=given.algorithm, num_blocks=given.num_blocks)
     split = layer_passes(given, sp)
     if isinstance(group, StandInTransport):
-        split = {work: joined(run, group) for work, run in split.items()}
+        split = {work: group.joined(run) for work, run in split.items()}
     plain = layer_passes(given)
     if stand_in:  # what arrives is zeros, so a rank computes what a lone one does
         check_same(split["forward_backward"](), plain["forward_backward"]())
     else:
         split["forward_backward"]()
-    traces = [trace(split["forward_backward"]) for _ in range(TRACES)]
-    inside_kernels = given.algorithm == "device_chain"
-    covers = [cover_of_scans(k, name_rows(k, inside_kernels=inside_kernels)) for k in traces]
-    shares = [sum(scan.share for scan in scans) for scans in covers]
-    # Which kernel begins first isn't the same every time.
-    middle = shares.index(statistics.median_low(shares))
-    kernels, scans = traces[middle], covers[middle]
-    rows = name_rows(kernels, inside_kernels=inside_kernels)
-    for found in covers:
-        print("timeline:", *(f"{scan} {scan.share:.0%}" for scan in found))
+    timelines = trace_timelines(
+        split["forward_backward"],
+        TRACES,
+        inside_kernels=given.algorithm == "device_chain",
+        captured=given.captured,
+    )
+    for timeline in timelines:
+        print("timeline:", *(f"{scan} {scan.share:.0%}" for scan in timeline.scans))
+    shown = middle_timeline(timelines)
     name = given.out.stem + ("" if stand_in else f"_{sp.rank}")
+    how = ", as a CUDA graph" if given.captured else ""
     draw_timeline(
         given.out.with_name(f"{name}.png"),
-        kernels,
-        rows,
+        shown.kernels,
+        shown.rows,
         title=f"A GLA layer of rank {sp.rank} of {sp.size}, {given.tokens} tokens, width "
-        f"{given.width}, forward and backward: {given.algorithm}, {wire}",
+        f"{given.width}, forward and backward{how}: {given.algorithm}, {wire}",
     )
     runs = {f"{work}, without sp": run for work, run in plain.items()}
     runs |= {f"{work}, rank {sp.rank} of {sp.size}": run for work, run in split.items()}
@@ -306,16 +307,10 @@ def measure_timeline(given: argparse.Namespace) -> dict[str, Any]:
         "ranks": sp.size,
         "wire": wire,
         "algorithm": given.algorithm,
+        "captured": given.captured,
         "median_ms": medians,
-        "scans": [
-            {**{n: round(x, 2) for n, x in scan._asdict().items()}, "share": round(scan.share, 4)}
-            for scan in scans
-        ],
-        "shares_of_all_traces": [[round(scan.share, 4) for scan in found] for found in covers],
-        "rows": rows._asdict(),
-        "kernels": [
-            [k.name[:60], k.stream, round(k.start_us, 2), round(k.length_us, 2)] for k in kernels
-        ],
+        "shares_of_all_traces": [[round(scan.share, 4) for scan in t.scans] for t in timelines],
+        **describe_timeline(shown),
     }
 
 
@@ -328,17 +323,6 @@ def check_same(found: Any, expected: Any) -> None:
     print("timeline: largest difference from a lone rank", max(errors))
     if not max(errors) < 1e-2:
         raise RuntimeError(f"the rank's gradients are off: {errors}")
-
-
-def joined(run: Run, transport: StandInTransport) -> Run:
-    """Return a run at whose end the neighbours' kernels are through too, so that a graph holds them."""
-
-    def whole() -> object:
-        result = run()
-        transport.join()
-        return result
-
-    return whole
 
 
 MEASURES = {
@@ -368,6 +352,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hop-us", type=float, default=5.0)
     parser.add_argument("--algorithm", default="device_chain")
     parser.add_argument("--num-blocks", type=int, help="left out, the cost model chooses")
+    parser.add_argument(
+        "--captured", action="store_true", help="the timeline's passes replayed from a CUDA graph"
+    )
     given = parser.parse_args(arguments)
     given.dtype = torch.bfloat16
     given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

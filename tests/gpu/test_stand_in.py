@@ -32,3 +32,27 @@ def test_zeros_change_nothing(algorithm):
     for found in others:
         for a, b in zip(found, expected, strict=True):
             assert float((a - b).float().norm() / b.float().norm()) < 1e-2
+
+
+def test_a_graph_holds_the_scans():
+    """A replay's kernels are told apart as those of the run that it was captured from."""
+    from zeco.benchmarks.stand_in import StandInTransport
+    from zeco.benchmarks.timeline import trace_timelines
+
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(128, 2, conv_width=4).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 500, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    transport = StandInTransport(4, 8, hop_us=5.0, cycles_per_us=1700.0)
+    sp = SequenceParallel(transport, algorithm="device_chain")
+
+    def both():
+        y, _ = layer(x, sp=sp)
+        return torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+
+    run = transport.joined(both)
+    run()
+    for captured in (False, True):
+        (found,) = trace_timelines(run, 1, inside_kernels=True, captured=captured)
+        scans = [k for k in found.kernels if k.stream in found.rows.scans]
+        assert len(scans) == 2
+        assert sum("scan_kernel" in k.name for k in found.kernels) > len(scans)

@@ -141,10 +141,25 @@ def call_and_differentiate(operator, tensors, weights, **options):
     return dict(zip(["o", "final", *names], [o.detach(), final.detach(), *gradients], strict=True))
 
 
+def make_ssd(T, H, K, V):
+    """Return inputs of ssd, of which some steps are zero and the heads share keys and queries."""
+    step = torch.rand(1, T, H, device="cuda")
+    return {
+        "x": torch.randn(1, T, H, V, device="cuda").bfloat16(),
+        "dt": step * (torch.rand(1, T, H, device="cuda") > 0.1),
+        "A": -0.1 - torch.rand(H, device="cuda"),
+        "B": torch.randn(1, T, 1, K, device="cuda").bfloat16(),
+        "C": torch.randn(1, T, 1, K, device="cuda").bfloat16(),
+        "D": torch.randn(H, device="cuda"),
+    }
+
+
 def make_call(name, T, H, K, V, gates):
     """Return a public operator and its tensors in bf16, gates in fp32."""
     import zeco
 
+    if name == "ssd":
+        return zeco.ops.ssd, make_ssd(T, H, K, V)
     shapes = {"q": K, "k": K, "v": V}
     if name == "rwkv6":
         shapes = {"r": K, "k": K, "v": V}
@@ -171,11 +186,11 @@ def compare_with_torch(name, T, H, K, V, gates="weak", cu_seqlens=None):
     wide = {x: t.double() for x, t in tensors.items()}
     expected = call_and_differentiate(operator, wide, weights, backend="torch", **options)
     errors = {x: relative(found[x], expected[x]) for x in expected}
-    assert all(e < BOUNDS[torch.bfloat16] for e in errors.values()), errors
+    assert all(e < BOUNDS[torch.bfloat16] for e in errors.values()), str(errors)
     return errors
 
 
-@pytest.mark.parametrize("name", ["gla", "simple_gla", "linear_attention", "rwkv6"])
+@pytest.mark.parametrize("name", ["gla", "simple_gla", "linear_attention", "rwkv6", "ssd"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_public_operators_agree_with_torch(name, packed):
     bounds = [0, 3, 131, 131, 320, 640, 700] if packed else None
@@ -187,13 +202,13 @@ def test_one_decay_a_head_for_every_decay(gates):
     print(gates, compare_with_torch("simple_gla", 1000, 2, 128, 128, gates))
 
 
-@pytest.mark.parametrize("name", ["gla", "simple_gla"])
+@pytest.mark.parametrize("name", ["gla", "simple_gla", "ssd"])
 @pytest.mark.parametrize("sizes", [(64, 512), (256, 264), (24, 17)], ids=str)
 def test_any_number_of_columns(name, sizes):
     print(name, sizes, compare_with_torch(name, 200, 2, *sizes))
 
 
-@pytest.mark.parametrize("name", ["gla", "simple_gla"])
+@pytest.mark.parametrize("name", ["gla", "simple_gla", "ssd"])
 def test_both_directions(name):
     operator, tensors = make_call(name, 300, 2, 64, 64, "weak")
     found, _ = operator(**tensors, bidirectional=True, backend="triton")

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
-from zeco.kernels import scalar
+from zeco.kernels import scalar, scalar_gradients
 from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
 from zeco.kernels.decay_gradients import gradient_passes, query_pass
 from zeco.kernels.decay_plan import make_plan
@@ -117,29 +117,55 @@ def passes():
     a_wrong_decay_would_fail()
 
 
-def check_scalar(B, T, H, K, V, dtype, gates, *, scale=0.3, **options):
+def make_weights(B, T, H, dtype=torch.float32):
+    """Steps, of which some are zero but in fp16, which isn't told of such, and one skip a head."""
+    step = 0.1 + torch.rand(B, T, H)
+    if dtype != torch.float16:
+        step *= torch.rand(B, T, H) > 0.2
+    return step, torch.randn(H).expand(B, T, H)
+
+
+def check_scalar(B, T, H, K, V, dtype, gates, *, scale=0.3, weighted=False, group=1, **options):
     q, k, v, g, d_o, entering, d_leaving = make(B, T, H, K, V, dtype, gates)
+    q, k = (x[:, :, ::group].contiguous() for x in (q, k))
     g = g[..., 0].contiguous()
-    leaves = [x.double().requires_grad_() for x in (q, k, v, g, entering)]
+    step, skip = make_weights(B, T, H, dtype) if weighted else (None, None)
+    given = [x for x in (q, k, v, g, entering, step, skip) if x is not None]
+    leaves = [x.double().requires_grad_() for x in given]
     wide = leaves[3].unsqueeze(-1).expand(*g.shape, K)
-    o, final = recurrence(*leaves[:3], wide, scale=scale, initial_state=leaves[4])
+    # Gradients are those of every head of values.
+    leaves[:2] = [x.detach().repeat_interleave(group, 2).requires_grad_() for x in leaves[:2]]
+    keys = leaves[1] * leaves[5].unsqueeze(-1) if weighted else leaves[1]
+    o, final = recurrence(leaves[0], keys, leaves[2], wide, scale=scale, initial_state=leaves[4])
+    if weighted:
+        o = o + leaves[6].unsqueeze(-1) * leaves[2]
     grads = torch.autograd.grad((o, final), leaves, (d_o.double(), d_leaving.double()))
     plan = make_plan(q, v, g, **options)
-    sums = scalar.chunk_sums(plan, g)
+    sums = scalar.chunk_sums(plan, g, step, skip)
     states = scalar.state_pass(plan, k, v, sums)
     found_o, leaving = scalar.output_pass(
         plan, q, k, v, sums, scale=scale, states=states, entering=entering
     )
     adjoints = scalar.adjoint_state_pass(plan, q, d_o, sums, scale=scale)
     known = {"scale": scale, "states": states, "sums": sums, "entering": entering}
-    queries = scalar.query_pass(plan, q, k, v, d_o, **known)
-    found = scalar.gradient_passes(
-        plan, q, k, v, g, d_o, adjoints=adjoints, d_leaving=d_leaving, queries=queries, **known
+    queries = scalar_gradients.query_pass(plan, q, k, v, d_o, **known)
+    found = scalar_gradients.gradient_passes(
+        plan,
+        *(q, k, v, g, d_o),
+        adjoints=adjoints,
+        d_leaving=d_leaving,
+        queries=queries,
+        step=step,
+        skip=skip,
+        **known,
     )
     results = (found_o, leaving, found.q, found.k, found.v, found.g, found.entering)
+    results += (found.step, found.skip) if weighted else ()
     errors = {
         name: relative(x, y.detach())
-        for name, x, y in zip(NAMES, results, (o, final, *grads), strict=True)
+        for name, x, y in zip(
+            (*NAMES, "d_step", "d_skip")[: len(results)], results, (o, final, *grads), strict=True
+        )
     }
     assert all(e < BOUNDS[dtype] for e in errors.values()), (B, T, H, K, V, dtype, gates, errors)
 
@@ -151,6 +177,12 @@ def one_decay_a_head():
     check_scalar(1, 20, 1, 8, 136, torch.float16, -0.1, chunk=16)
     check_scalar(1, 20, 1, 136, 8, torch.float16, "mixed", chunk=16, num_segments=2)
     check_scalar(1, 1, 1, 16, 16, torch.float32, -1.0)
+    for gates in (-0.1, "mixed", -1e4):
+        check_scalar(
+            1, 100, 2, 16, 24, torch.float32, gates, weighted=True, chunk=16, num_segments=3
+        )
+    check_scalar(1, 40, 1, 136, 16, torch.float16, -0.1, weighted=True, chunk=16)
+    check_scalar(2, 40, 6, 16, 16, torch.float32, -0.5, group=3, chunk=16, num_segments=2)
 
 
 @triton.jit
@@ -216,17 +248,38 @@ def through_the_contract(make_segment, operator, inputs, pieces, d_o, entering, 
     return [None if x is None else x.detach() for x in (*tensors, *found.inputs)]
 
 
-def compare_segments(operator, T, pieces, *, V=24, with_initials=False):
+def compare_segments(
+    operator, T, pieces, *, V=24, with_initials=False, weighted=False, grouped=False
+):
     q, k, v, g, d_o, entering, _ = make(1, T, 2, 16, V, torch.float32, -0.3)
+    if grouped:
+        k = k[:, :, :1].expand(k.shape)
+        q = q[:, :, :1].expand(q.shape)
     gates = {"identity": None, "scalar": g[..., 0].contiguous(), "diagonal": g}[operator.kind]
     d_finals = torch.randn(len(pieces.documents), *entering.shape)
     initials = torch.randn(len(pieces.fresh), *entering.shape) if with_initials else None
-    results = [
-        through_the_contract(
-            make_segment, operator, (q, k, v, gates), pieces, d_o, entering, d_finals, initials
-        )
-        for make_segment in (DecaySegment, TritonDecaySegment)
-    ]
+    given = (pieces, d_o, entering, d_finals, initials)
+    inputs = (q, k, v, gates)
+    if weighted:
+        step, skip = make_weights(1, T, 2)
+        weighed = (*inputs, step, None if operator.strict else skip)
+        multiplied = (q, k, v * step.unsqueeze(-1), gates)
+        expected = through_the_contract(DecaySegment, operator, multiplied, *given)
+        found = through_the_contract(TritonDecaySegment, operator, weighed, *given)
+        dv, d_skip = expected[9], None
+        expected[9], d_step = dv * step.unsqueeze(-1), (dv * v).sum(-1)
+        if not operator.strict:
+            expected[2] = expected[2] + skip.unsqueeze(-1) * v
+            expected[9] = expected[9] + skip.unsqueeze(-1) * d_o
+            d_skip = (v * d_o).sum(-1)
+        results = ([*expected, d_step, d_skip], found)
+    else:
+        shared = (q[:, :, :1], k[:, :, :1], v, gates) if grouped else inputs
+        expected = through_the_contract(DecaySegment, operator, inputs, *given)
+        found = through_the_contract(TritonDecaySegment, operator, shared, *given)
+        if grouped:
+            expected[7:9] = [x.sum(2, keepdim=True) for x in expected[7:9]]
+        results = (expected, found)
     for i, (expected, x) in enumerate(zip(*results, strict=True)):
         assert (x is None) == (expected is None), (operator, pieces, i)
         if x is not None:
@@ -312,6 +365,12 @@ def arranged():
     one_a_head = DecayOperator("test", "scalar", 0.5)
     pieces = local_pieces([0, 3, 40, 70], 0, 70)
     compare_segments(one_a_head, 70, pieces, V=136, with_initials=True)
+    for more in ({}, {"V": 136}):
+        compare_segments(one_a_head, 70, pieces, with_initials=True, weighted=True, **more)
+        compare_segments(one_a_head, 70, pieces, grouped=True, **more)
+    compare_segments(DecayOperator("test", "identity", 0.5), 40, whole(40), grouped=True)
+    one_before = DecayOperator("test", "scalar", 0.5, strict=True)
+    compare_segments(one_before, 70, pieces, weighted=True)
     documents_do_not_leak()
     outputs_have_the_dtype_asked_for()
 
@@ -329,7 +388,8 @@ def documents_do_not_leak():
 
 
 def outputs_have_the_dtype_asked_for():
-    q, k, v, g, _, entering, _ = make(1, 50, 1, 16, 16, torch.float16, -0.3)
+    # No chunk is strong: pairs of such are added to what has been rounded.
+    q, k, v, g, _, entering, _ = make(1, 50, 1, 16, 16, torch.float16, -0.1)
     for kind, gates in (("diagonal", g), ("scalar", g[..., 0]), ("identity", None)):
         own, wide = (
             TritonDecaySegment(

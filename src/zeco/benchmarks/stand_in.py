@@ -95,6 +95,16 @@ class StandInTransport(Transport):
         if self._middle is not None:
             self._middle.join()
 
+    def joined(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return a run at whose end the neighbours' kernels are through too: a graph may hold it."""
+
+        def whole() -> object:
+            result = run()
+            self.join()
+            return result
+
+        return whole
+
     def post_failure(self, number: int, message: str) -> None:
         """Do nothing: nobody waits."""
 
@@ -151,6 +161,14 @@ class _MiddleRing(LocalRing):
             receiver.scan(nothing, None, reverse=reverse, check=check)
         self._busy |= {self.wire, receiver.stream}
         return found
+
+
+def measure_cycles_per_us(device: torch.device) -> float:
+    """Return how fast a GPU's clock is, by a kernel that spins."""
+    cycles = 10_000_000
+    sleep = torch.cuda._sleep  # pyright: ignore[reportPrivateUsage]
+    times = time_in_turn({"sleep": lambda: sleep(cycles)}, device, 5)["sleep"]
+    return cycles / (min(times) * 1e6)
 
 
 def _bytes_per_us(device: torch.device) -> float:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+
+from zeco.benchmarks.device import capture
 
 
 class Kernel(NamedTuple):
@@ -56,6 +60,30 @@ def trace(run: Callable[[], object]) -> list[Kernel]:
         )
         for e in kernels
     ]
+
+
+UNKNOWN = -1
+"""The stream of a kernel that only a graph's replay has."""
+
+
+def restream(kernels: list[Kernel], eager: list[Kernel]) -> list[Kernel]:
+    """Give a replay's kernels the streams that they ran on in an eager trace of the same run.
+
+    A graph keeps no streams: its branches run on whichever are free. The kernels of one name begin in
+    the same order both times; what the eager trace lacks is on the stream `UNKNOWN`.
+
+    >>> eager = [Kernel("product", 7, 0.0, 5.0), Kernel("scan", 9, 1.0, 2.0)]
+    >>> [k.stream for k in restream([k._replace(stream=3) for k in eager], eager)]
+    [7, 9]
+    """
+    streams: dict[str, list[int]] = {}
+    for kernel in reversed(eager):
+        streams.setdefault(kernel.name, []).append(kernel.stream)
+    found: list[Kernel] = []
+    for kernel in kernels:
+        left = streams.get(kernel.name)
+        found.append(kernel._replace(stream=left.pop() if left else UNKNOWN))
+    return found
 
 
 def covered_us(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
@@ -130,9 +158,36 @@ class ScanCover(NamedTuple):
 
 def cover_of_scans(kernels: list[Kernel], rows: Rows) -> list[ScanCover]:
     """Return how each scan of a timeline lies under compute, in the order of time."""
-    compute = _spans(k for k in kernels if k.stream == rows.layer and kind_of(k.name) != MESSAGES)
+    compute = _spans(_computing(kernels, rows))
     windows = scan_windows(_spans(k for k in kernels if k.stream in rows.scans))
     return [ScanCover(*window, covered_us([window], compute)) for window in windows]
+
+
+class Pause(NamedTuple):
+    """A time in which the layer's own stream computes nothing.
+
+    Attributes:
+        start_us: when its last kernel has ended.
+        length_us: until the next one begins.
+        before: the next one's name.
+    """
+
+    start_us: float
+    length_us: float
+    before: str
+
+
+def pauses(kernels: list[Kernel], rows: Rows) -> list[Pause]:
+    """Return the pauses between a layer's kernels: launches take some time, scan or no scan."""
+    return [
+        Pause(start, after.start_us - start, after.name)
+        for before, after in pairwise(_computing(kernels, rows))
+        if (start := before.start_us + before.length_us) < after.start_us
+    ]
+
+
+def _computing(kernels: list[Kernel], rows: Rows) -> list[Kernel]:
+    return [k for k in kernels if k.stream == rows.layer and kind_of(k.name) != MESSAGES]
 
 
 def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
@@ -167,6 +222,77 @@ def kind_of(name: str) -> str:
     """
     lower = name.lower()
     return next(kind for kind, parts in KINDS.items() if any(p.lower() in lower for p in parts))
+
+
+class Timeline(NamedTuple):
+    """A trace and what is read from it.
+
+    Attributes:
+        kernels: of `trace`.
+        rows: what their streams are.
+        scans: how each scan lies under compute.
+    """
+
+    kernels: list[Kernel]
+    rows: Rows
+    scans: list[ScanCover]
+
+
+def trace_timelines(
+    run: Callable[[], object], count: int, *, inside_kernels: bool, captured: bool
+) -> list[Timeline]:
+    """Trace a layer's passes several times.
+
+    Args:
+        run: the passes, compiled.
+        count: of traces.
+        inside_kernels: see `name_rows`.
+        captured: whether to trace replays of a CUDA graph, in place of launches one by one.
+    """
+    first = trace(run)
+    if captured:
+        replay = capture(run)
+        replay()
+        traces = [restream(trace(replay), first) for _ in range(count)]
+    else:
+        traces = [first, *(trace(run) for _ in range(count - 1))]
+    rows = [name_rows(kernels, inside_kernels=inside_kernels) for kernels in traces]
+    return [Timeline(k, r, cover_of_scans(k, r)) for k, r in zip(traces, rows, strict=True)]
+
+
+def middle_timeline(timelines: list[Timeline]) -> Timeline:
+    """Return the one whose scans lie under compute for the middle share of their time.
+
+    Which of two kernels begins first isn't the same every time.
+    """
+    ordered = sorted(timelines, key=lambda timeline: sum(scan.share for scan in timeline.scans))
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def describe_timeline(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline's figures as JSON takes them, with the pauses in which a scan was in flight."""
+    kernels, rows, scans = timeline
+    found = pauses(kernels, rows)
+    return {
+        "scans": [
+            {**{n: round(x, 2) for n, x in scan._asdict().items()}, "share": round(scan.share, 4)}
+            for scan in scans
+        ],
+        "median_pause_us": round(median(pause.length_us for pause in found), 2),
+        "pauses_beside_scans": [
+            [
+                (round(pause.start_us, 2), round(pause.length_us, 2), pause.before[:60])
+                for pause in found
+                if pause.start_us < scan.stop_us
+                and scan.start_us < pause.start_us + pause.length_us
+            ]
+            for scan in scans
+        ],
+        "rows": rows._asdict(),
+        "kernels": [
+            [k.name[:60], k.stream, round(k.start_us, 2), round(k.length_us, 2)] for k in kernels
+        ],
+    }
 
 
 MARGIN_US = 300.0

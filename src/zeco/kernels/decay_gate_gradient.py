@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.decay_state import entering_state, find_place
+from zeco.kernels.decay_state import find_place
 from zeco.kernels.gate_sums import INTERPRETED
 from zeco.kernels.products import opaque
 
@@ -19,13 +19,8 @@ def gate_gradient_kernel(
     key_margin_ptr,
     pairs_pull_ptr,
     strong_ptr,
+    crossing_ptr,
     dg_desc,
-    state_ptr,
-    passed_ptr,
-    entering_ptr,
-    adjoint_ptr,
-    adjoint_passed_ptr,
-    leaving_ptr,
     table_ptr,
     H,
     heads,
@@ -33,37 +28,27 @@ def gate_gradient_kernel(
     num_segments,
     chunks_per_segment,
     K: tl.constexpr,
-    V: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Gradient of the log decays: the weight of all paths that cross each token's decay.
 
-    At a segment's start that is the sum over V of (state ∘ its gradient). From token to token the
-    paths that end at the token are taken off and those that begin at it put on: the pulls. Going
-    forwards, everything carried is such a weight itself; a sum from the end would cancel where a
-    strong decay cuts the large gradient of a final state off.
+    At a segment's start it is known, from the walk in reverse. From token to token the paths that end
+    at the token are taken off and those that begin at it put on: the pulls. Going forwards, everything
+    carried is such a weight itself; a sum from the end would cancel where a strong decay cuts the large
+    gradient of a final state off.
     """
     kb, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
     )
     ks = kb * BK + tl.arange(0, BK)
-    carried = tl.zeros([BK], tl.float32)
-    for v in tl.range(0, V, BV, num_stages=3):
-        vs = v + tl.arange(0, BV)
-        state = entering_state(
-            state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
-        )
-        adjoint = entering_state(
-            adjoint_ptr, adjoint_passed_ptr, leaving_ptr, bh, segment, heads, ks, vs, K, V, True
-        )
-        carried += tl.sum(state * adjoint, 1)
+    in_k = ks < K
+    crossing_at = crossing_ptr + (bh.to(tl.int64) * num_segments + segment) * K + ks
+    carried = tl.load(crossing_at, mask=in_k & (stop > first), other=0.0)
     i = tl.arange(0, C)
     before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-    in_k = ks < K
     flags_ptr = strong_ptr + bh.to(tl.int64) * num_chunks
     flag = tl.load(flags_ptr + first, mask=stop > first, other=0)
     for c in tl.range(first, stop, num_stages=STAGES):

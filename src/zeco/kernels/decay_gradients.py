@@ -24,6 +24,7 @@ class DecayGradients(NamedTuple):
         v: [B, T, H, V].
         g: [B, T, H, K], or [B, T, H]; None without gates.
         entering: [B, H, K, V], fp32.
+        step, skip: [B, T, H]; None without them.
     """
 
     q: Tensor
@@ -31,6 +32,8 @@ class DecayGradients(NamedTuple):
     v: Tensor
     g: Tensor | None
     entering: Tensor
+    step: Tensor | None = None
+    skip: Tensor | None = None
 
 
 class Pulls(NamedTuple):
@@ -75,7 +78,7 @@ def query_pass(
 ) -> QueryGradient:
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
     dq, pull = torch.empty(q.shape, dtype=q.dtype, device=q.device), _new_pulls(plan, q)
-    _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering, reverse=False)
+    _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering)
     return QueryGradient(dq, pull)
 
 
@@ -113,14 +116,29 @@ def gradient_passes(
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
     d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
-    _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, reverse=True)
+    crossing = torch.empty(
+        plan.heads, plan.num_segments, plan.K, dtype=torch.float32, device=q.device
+    )
+    _gradient_walk(
+        plan,
+        v,
+        d_o,
+        q,
+        k,
+        dk,
+        pull,
+        scale,
+        adjoints,
+        chunks,
+        d_leaving,
+        (crossing, states, entering),
+    )
     # Pairs of strong chunks leave their pulls, written and not added, in room of their own, of which
     # nothing is touched where there are none.
     size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
     pairs_pull = torch.empty(size, dtype=torch.float32, device=q.device)
     _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pairs_pull, scale, chunks)
-    pulls = (query_pull, pull, pairs_pull)
-    _gate_gradient(plan, *pulls, chunks.strong, dg, states, entering, adjoints, d_leaving)
+    _gate_gradient(plan, query_pull, pull, pairs_pull, chunks.strong, crossing, dg)
     return DecayGradients(dq, dk, dv, dg, d_entering)
 
 
@@ -146,13 +164,18 @@ def _gradient_walk(
     states: States,
     chunks: Chunks,
     entering: Tensor | None,
-    *,
-    reverse: bool,
+    meeting: tuple[Tensor, States, Tensor | None] | None = None,
 ) -> None:
+    """Launch a gradient walk into ``grad`` and ``pull``.
+
+    x, y, z, a are as in `gradient_walk_kernel`, which walks in reverse if told of a ``meeting``: room
+    for the weights of paths that cross the segments' starts, and the other walk's states.
+    """
+    crossing, others, other_entering = meeting or (None, None, None)
     bk, bv = plan.split_k, plan.block_v
     launch(
         gradient_walk_kernel,
-        plan.heads * plan.num_segments * -(-plan.K // bk),
+        plan.heads * plan.num_segments * plan.key_blocks,
         describe(x, plan.chunk, bv),
         describe(y, plan.chunk, bv),
         describe(z, plan.chunk, bk),
@@ -161,12 +184,16 @@ def _gradient_walk(
         describe(grad, plan.chunk, bk),
         pull.values,
         pull.margin,
+        crossing,
         chunks.total,
         chunks.ratio,
         chunks.strong,
         states.states,
         states.passed,
         entering,
+        None if others is None else others.states,
+        None if others is None else others.passed,
+        other_entering,
         plan.table,
         *plan.counts,
         K=plan.K,
@@ -177,7 +204,8 @@ def _gradient_walk(
         FORM=chunks.form,
         EXACT=plan.exact,
         LIMIT=plan.limit,
-        REVERSE=reverse,
+        PIECES=plan.pieces,
+        REVERSE=meeting is not None,
         STAGES=plan.gradient.stages,
         SCALE=scale,
         num_warps=plan.gradient.num_warps,
@@ -234,13 +262,10 @@ def _gate_gradient(
     pull: Pulls,
     pairs_pull: Tensor,
     strong: Tensor,
+    crossing: Tensor,
     dg: Tensor,
-    states: States,
-    entering: Tensor | None,
-    adjoints: States,
-    d_leaving: Tensor | None,
 ) -> None:
-    bk, bv = min(plan.block_k, 64), min(plan.block_v, 32)
+    bk = min(plan.block_k, 64)
     launch(
         gate_gradient_kernel,
         plan.heads * plan.num_segments * -(-plan.K // bk),
@@ -250,20 +275,13 @@ def _gate_gradient(
         pull.margin,
         pairs_pull,
         strong,
+        crossing,
         describe(dg, plan.chunk, bk),
-        states.states,
-        states.passed,
-        entering,
-        adjoints.states,
-        adjoints.passed,
-        d_leaving,
         plan.table,
         *plan.counts,
         K=plan.K,
-        V=plan.V,
         C=plan.chunk,
         BK=bk,
-        BV=bv,
         EXACT=plan.exact,
         STAGES=4,
         num_warps=4,

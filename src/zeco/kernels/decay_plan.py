@@ -87,6 +87,7 @@ class Plan:
 
     Attributes:
         B, T, H, K, V: sizes.
+        group: heads of v that share one of q and k.
         chunk: tokens a chunk.
         num_segments: runs of chunks that programs walk side by side, breaks included.
         chunks_per_segment: most chunks a segment.
@@ -97,6 +98,7 @@ class Plan:
         exact: whether products are made in fp32.
         packed: whether the state pass leaves what rows are scaled by, for later passes to read in place
             of the gates.
+        pieces: of 16 bits, in which states enter the products that the gates' gradient is made of.
         limit: base-2 total below which a channel is strong.
         state_stages, state_warps: loads in flight and warps of the state pass.
         output: the output pass and the one for dv.
@@ -110,12 +112,14 @@ class Plan:
     H: int
     K: int
     V: int
+    group: int
     chunk: int
     num_segments: int
     chunks_per_segment: int
     form: int
     exact: bool
     packed: bool
+    pieces: int
     limit: float
     state_stages: int
     state_warps: int
@@ -170,6 +174,11 @@ class Plan:
         return self.gradient.split(self.block_k, self.block_v)
 
     @cached_property
+    def key_blocks(self) -> int:
+        """Programs of a gradient pass a segment, each with its channels of the key dim."""
+        return -(-self.K // self.split_k)
+
+    @cached_property
     def split_v(self) -> int:
         """Channels of the value dim a program of an output pass."""
         return self.output.split(self.block_v, self.block_k)
@@ -204,7 +213,7 @@ def make_plan(
     """Return the plan of a call.
 
     Args:
-        q: [B, T, H, K], as k.
+        q: [B, T, H, K], as k; for `zeco.kernels.scalar` H may be a divisor of that of v.
         v: [B, T, H, V].
         g: gates [B, T, H, K], or [B, T, H] or None for `zeco.kernels.scalar`.
         num_segments: overrides the number of segments that fills the device.
@@ -217,7 +226,7 @@ def make_plan(
     """
     _check(q, v, g)
     gates = None if g is None else (g.ndim, g.dtype)
-    sizes = (*q.shape, v.shape[3])
+    sizes = (*q.shape, *v.shape[2:])
     return _plan(sizes, q.dtype, gates, num_segments, chunk, ranges, continued, q.device)
 
 
@@ -232,7 +241,7 @@ def _plan(
     continued: bool,
     device: torch.device,
 ) -> Plan:
-    B, T, H, K, V = sizes
+    B, T, Hk, K, H, V = sizes
     exact = dtype == torch.float32
     chunk = chunk or chunk_of(dtype)
     ranges = ranges or ((0, -(-T // chunk)),)
@@ -258,12 +267,14 @@ def _plan(
         H=H,
         K=K,
         V=V,
+        group=H // Hk,
         chunk=chunk,
         num_segments=1,
         chunks_per_segment=-(-T // chunk),
         form=0 if exact else (1 if diagonal and gates == (4, torch.bfloat16) else 2),
         exact=exact,
         packed=packed,
+        pieces=2 if dtype == torch.bfloat16 else 1,
         limit=_LIMITS[dtype],
         state_stages=1 if exact else 3,
         state_warps=warps,

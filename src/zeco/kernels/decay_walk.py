@@ -24,6 +24,7 @@ from zeco.kernels.products import (
     pair_mask,
     product,
     reciprocal,
+    two_pieces,
 )
 from zeco.kernels.row_scales import half_decay, scale_rows
 
@@ -226,12 +227,16 @@ def gradient_walk_kernel(
     grad_desc,
     pull_ptr,
     margin_ptr,
+    crossing_ptr,
     total_ptr,
     ratio_ptr,
     strong_ptr,
     state_ptr,
     passed_ptr,
     entering_ptr,
+    other_ptr,
+    other_passed_ptr,
+    other_entering_ptr,
     table_ptr,
     H,
     heads,
@@ -246,6 +251,7 @@ def gradient_walk_kernel(
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
+    PIECES: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -255,6 +261,11 @@ def gradient_walk_kernel(
     ``dq_i = exp2(b_i) ∘ (Σ_{j<=i} (dO_i·v_j) k̂_j + S dO_i)`` and ``S += k̂ᵀ v``: x, y, z, a are dO, v,
     k, q forwards and v, dO, q, k in reverse. The pull a∘(its gradient) [B·H, N, K, C], in a unit of its
     row, and of each row the sum and that unit [B·H, N, K, 2] are what the gates' gradient is made of.
+    So is the weight of all paths that cross a segment's start, the sum over V of (state ∘ its gradient)
+    [B·H, S, K], which the walk in reverse leaves where it ends, with the other walk's states: a gradient
+    that is made of the same rounded rows as the pulls are, so that these take off what they should.
+    What one walk rounds the other doesn't see, so with two ``PIECES`` the state enters its product in
+    two.
     """
     kb, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
@@ -303,11 +314,14 @@ def gradient_walk_kernel(
         next_flag = tl.load(strong_ptr + chunk_rows + following, mask=more, other=0)
         x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BV))
         y = y_desc.load([b, h, t, 0]).reshape(C, BV)
-        pairs = product(y, x, EXACT)
-        # Only after a product, so that the last one of the chunk before needn't be awaited by itself.
         state *= ratio[:, None]
-        pairs = keep_pairs(pairs, mask, flag, y, EXACT)
-        grad = product(state.to(y.dtype), x, EXACT)
+        # The state's first: its pieces and the pairs together are more than registers hold.
+        if PIECES == 1:
+            grad = product(state.to(y.dtype), x, EXACT)
+        else:
+            piece, rest = two_pieces(state, y)
+            grad = add_product(product(piece, x, EXACT), rest, x, EXACT)
+        pairs = keep_pairs(product(y, x, EXACT), mask, flag, y, EXACT)
         # As it comes it would enter products from shared memory, and the last had to be awaited.
         columns = arranged_as(opaque(columns), grad)
         grad = add_product(grad, columns, pairs, EXACT)
@@ -333,3 +347,11 @@ def gradient_walk_kernel(
         )  # fmt: skip
         ratio = next_ratio
         flag = next_flag
+    if REVERSE and stop > first:
+        total = tl.load(total_ptr + (chunk_rows + first) * K + ks, mask=in_k, other=0.0)
+        state *= half_decay(total, LIMIT)[:, None]
+        state *= entering_state(
+            other_ptr, other_passed_ptr, other_entering_ptr, bh, segment, heads, ks, vs, K, V, True
+        )
+        crossing_at = crossing_ptr + (bh.to(tl.int64) * num_segments + segment) * K + ks
+        tl.store(crossing_at, tl.sum(state, 1), mask=in_k)

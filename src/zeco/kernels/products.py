@@ -88,6 +88,33 @@ def opaque(x):
 
 
 @triton.jit
+def two_pieces(x, like):
+    """Return x, in fp32, as the sum of two pieces of another tensor's 16 bits."""
+    if like.dtype != tl.bfloat16 or INTERPRETED:
+        high = x.to(like.dtype)
+        low = (x - high.to(tl.float32)).to(like.dtype)
+    else:
+        # Two at a time; the first piece is cut off, so that it is a number's upper half as it stands.
+        high, low = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 x, y;
+            prmt.b32 $0, $2, $3, 0x7632;
+            and.b32 x, $2, 0xffff0000;
+            and.b32 y, $3, 0xffff0000;
+            sub.f32 x, $2, x;
+            sub.f32 y, $3, y;
+            cvt.rn.bf16x2.f32 $1, y, x;
+            }""",
+            "=r,=r,r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return high, low
+
+
+@triton.jit
 def arranged_as(x, y):
     """Return x in 16 bits in the arrangement over threads that the product y has, if that serves.
 

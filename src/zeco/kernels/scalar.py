@@ -1,51 +1,69 @@
-"""Launchers for one decay a head, or none: the passes of `zeco.kernels.decay` and its gradients.
+"""Launchers for one decay a head, or none: the passes of `zeco.kernels.decay`.
 
-    S_t = exp(g_t) S_{t-1} + k_t v_tᵀ         o_t = scale · S_tᵀ q_t
+    S_t = exp(g_t) S_{t-1} + step_t k_t v_tᵀ         o_t = scale · S_tᵀ q_t + skip_t v_t
 
-g is [B, T, H] (natural logarithms, <= 0), or None where nothing decays; the passes read its
-`chunk_sums`. All else is as there.
+g is [B, T, H] (natural logarithms, <= 0), or None where nothing decays; so are, with gates, steps (>= 0)
+and skips, or None for ones and zeros. The passes read their `chunk_sums`. q and k may have fewer heads,
+each shared by as many of v; gradients are those of every head of v. All else is as there.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from zeco.kernels.decay import States, scan_segments
-from zeco.kernels.decay_gradients import DecayGradients, QueryGradient
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
 from zeco.kernels.scalar_sums import scalar_sums_kernel
-from zeco.kernels.scalar_walk import (
-    scalar_gate_gradient_kernel,
-    scalar_gradient_walk_kernel,
-    scalar_output_walk_kernel,
-    scalar_state_fwd_kernel,
-)
+from zeco.kernels.scalar_walk import scalar_output_walk_kernel, scalar_state_fwd_kernel
 
 
-def chunk_sums(plan: Plan, g: Tensor | None) -> Tensor | None:
-    """Return the sums of gates [B, T, H] that all passes read; None without gates.
+class Sums(NamedTuple):
+    """Numbers of each token that all passes read.
 
-    Base-2 logarithms from the start of each chunk up to each token, [parts, B·H, N, C]: one part, or
-    in fp32 two, of which the first is exact.
+    Attributes:
+        values: base-2 logarithms from the start of each chunk up to each token, in one part, or in fp32
+            in two, of which the first is exact; behind them the steps' base-2 logarithms and the skips,
+            [parts, B·H, N, C], fp32.
+        step, skip: whether there are such.
     """
+
+    values: Tensor | None
+    step: bool
+    skip: bool
+
+
+NO_SUMS = Sums(None, step=False, skip=False)
+"""What is read where nothing decays."""
+
+
+def chunk_sums(
+    plan: Plan, g: Tensor | None, step: Tensor | None = None, skip: Tensor | None = None
+) -> Sums:
+    """Return what all passes read of gates, steps and skips [B, T, H]."""
     if g is None:
-        return None
-    size = (2 if plan.exact else 1, plan.heads, plan.num_chunks, plan.chunk)
-    sums = torch.empty(size, dtype=torch.float32, device=g.device)
+        return NO_SUMS
+    parts = 2 if plan.exact else 1
+    given = [x for x in (step, skip) if x is not None]
+    size = (parts + len(given), plan.heads, plan.num_chunks, plan.chunk)
+    values = torch.empty(size, dtype=torch.float32, device=g.device)
     run = 16
     num_runs = -(-plan.num_chunks // run)
     launch(
         scalar_sums_kernel,
         plan.heads * num_runs,
         g,
-        sums,
+        step,
+        skip,
+        values,
         *g.stride(),
+        *strides(step),
+        *strides(skip),
         plan.T,
         plan.H,
         plan.num_chunks,
@@ -53,15 +71,20 @@ def chunk_sums(plan: Plan, g: Tensor | None) -> Tensor | None:
         plan.heads,
         C=plan.chunk,
         RUN=run,
-        PARTS=len(sums),
+        PARTS=parts,
         num_warps=4,
         known=plan.launches,
     )
-    return sums
+    return Sums(values, step is not None, skip is not None)
+
+
+def strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of numbers [B, T, H], which may be none."""
+    return (0, 0, 0) if x is None else x.stride()
 
 
 def state_pass(
-    plan: Plan, k: Tensor, v: Tensor, sums: Tensor | None, initials: Tensor | None = None
+    plan: Plan, k: Tensor, v: Tensor, sums: Sums, initials: Tensor | None = None
 ) -> States:
     """Return the states of a walk forwards in time; see `zeco.kernels.decay.state_pass`."""
     return _states(plan, k, v, sums, initials, scale=1.0, adjoint=False)
@@ -71,7 +94,7 @@ def adjoint_state_pass(
     plan: Plan,
     q: Tensor,
     d_o: Tensor,
-    sums: Tensor | None,
+    sums: Sums,
     d_finals: Tensor | None = None,
     *,
     scale: float,
@@ -84,7 +107,7 @@ def _states(
     plan: Plan,
     x: Tensor,
     y: Tensor,
-    sums: Tensor | None,
+    sums: Sums,
     starts: Tensor | None,
     *,
     scale: float,
@@ -99,7 +122,7 @@ def _states(
         heads * S * -(-K // bk) * -(-V // bv),
         describe(x, plan.chunk, bk),
         describe(y, plan.chunk, bv),
-        sums,
+        sums.values,
         updates,
         decays,
         plan.table,
@@ -114,7 +137,9 @@ def _states(
         C=plan.chunk,
         BK=bk,
         BV=bv,
+        GROUP=plan.group,
         EXACT=plan.exact,
+        STEP=sums.step,
         ADJOINT=adjoint,
         STAGES=plan.state_stages,
         num_warps=plan.state_warps,
@@ -128,7 +153,7 @@ def output_pass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sums: Tensor | None,
+    sums: Sums,
     *,
     scale: float,
     states: States,
@@ -137,22 +162,27 @@ def output_pass(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the state that leaves; see `zeco.kernels.decay.output_pass`."""
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
-    return o, _walk(plan, q, k, v, sums, o, scale, states, entering, reverse=False)
+    return o, walk(plan, q, k, v, sums, o, None, scale, states, entering, reverse=False)
 
 
-def _walk(
+def walk(
     plan: Plan,
     x: Tensor,
     z: Tensor,
     y: Tensor,
-    sums: Tensor | None,
+    sums: Sums,
     out: Tensor,
+    own: Tensor | None,
     scale: float,
     states: States,
     entering: Tensor | None,
     *,
     reverse: bool,
 ) -> Tensor:
+    """Launch an output walk into ``out``; return what leaves.
+
+    x, z, y are as in `scalar_output_walk_kernel`; ``own`` is room for tokens' own products, or None.
+    """
     edge = torch.empty(plan.B, plan.H, plan.K, plan.V, dtype=torch.float32, device=x.device)
     bk, bv = plan.block_k, plan.split_v
     launch(
@@ -161,8 +191,9 @@ def _walk(
         describe(x, plan.chunk, bk),
         describe(z, plan.chunk, bk),
         describe(y, plan.chunk, bv),
-        sums,
+        sums.values,
         describe(out, plan.chunk, bv),
+        own,
         states.states,
         states.passed,
         entering,
@@ -175,148 +206,13 @@ def _walk(
         C=plan.chunk,
         BK=bk,
         BV=bv,
+        GROUP=plan.group,
         EXACT=plan.exact,
+        STEP=sums.step,
+        SKIP=sums.skip,
         REVERSE=reverse,
         STAGES=plan.output.stages,
         num_warps=plan.output.num_warps,
         known=plan.launches,
     )
     return edge
-
-
-def query_pass(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
-    *,
-    scale: float,
-    states: States,
-    sums: Tensor | None,
-    entering: Tensor | None,
-) -> QueryGradient:
-    """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return QueryGradient(
-        dq, _gradient_walk(plan, d_o, v, k, q, sums, dq, scale, states, entering, reverse=False)
-    )
-
-
-def gradient_passes(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    d_o: Tensor,
-    *,
-    scale: float,
-    states: States,
-    adjoints: States,
-    sums: Tensor | None,
-    entering: Tensor | None,
-    d_leaving: Tensor | None,
-    queries: QueryGradient,
-) -> DecayGradients:
-    """Return all gradients; see `zeco.kernels.decay_gradients.gradient_passes`."""
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    d_entering = _walk(plan, k, q, d_o, sums, dv, scale, adjoints, d_leaving, reverse=True)
-    key_pull = _gradient_walk(
-        plan, v, d_o, q, k, sums, dk, scale, adjoints, d_leaving, reverse=True
-    )
-    dg = None
-    if g is not None and queries.pull is not None and key_pull is not None:
-        dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-        _gate_gradient(plan, queries.pull, key_pull, dg, states, entering, adjoints, d_leaving)
-    return DecayGradients(queries.q, dk, dv, dg, d_entering)
-
-
-def _gradient_walk(
-    plan: Plan,
-    x: Tensor,
-    y: Tensor,
-    z: Tensor,
-    a: Tensor,
-    sums: Tensor | None,
-    grad: Tensor,
-    scale: float,
-    states: States,
-    entering: Tensor | None,
-    *,
-    reverse: bool,
-) -> Tensor | None:
-    """Launch a gradient walk; return the pulls if there are gates."""
-    bk, bv = plan.split_k, plan.block_v
-    blocks = -(-plan.K // bk)
-    pull = None
-    if sums is not None:
-        size = (blocks, plan.heads, plan.num_chunks * plan.chunk)
-        pull = torch.empty(size, dtype=torch.float32, device=sums.device)
-    launch(
-        scalar_gradient_walk_kernel,
-        plan.heads * plan.num_segments * blocks,
-        describe(x, plan.chunk, bv),
-        describe(y, plan.chunk, bv),
-        describe(z, plan.chunk, bk),
-        None if sums is None else describe(a, plan.chunk, bk),
-        sums,
-        describe(grad, plan.chunk, bk),
-        pull,
-        states.states,
-        states.passed,
-        entering,
-        plan.table,
-        math.log2(scale),
-        *plan.counts,
-        K=plan.K,
-        V=plan.V,
-        C=plan.chunk,
-        BK=bk,
-        BV=bv,
-        EXACT=plan.exact,
-        REVERSE=reverse,
-        STAGES=plan.gradient.stages,
-        num_warps=plan.gradient.num_warps,
-        known=plan.launches,
-    )
-    return pull
-
-
-def _gate_gradient(
-    plan: Plan,
-    query_pull: Tensor,
-    key_pull: Tensor,
-    dg: Tensor,
-    states: States,
-    entering: Tensor | None,
-    adjoints: States,
-    d_leaving: Tensor | None,
-) -> None:
-    tokens = plan.chunks_per_segment * plan.chunk
-    launch(
-        scalar_gate_gradient_kernel,
-        plan.heads * plan.num_segments,
-        query_pull,
-        key_pull,
-        dg,
-        states.states,
-        states.passed,
-        entering,
-        adjoints.states,
-        adjoints.passed,
-        d_leaving,
-        plan.table,
-        *dg.stride(),
-        plan.T,
-        *plan.counts,
-        K=plan.K,
-        V=plan.V,
-        C=plan.chunk,
-        BK=min(plan.block_k, 64),
-        BV=min(plan.block_v, 128),
-        PULLS=len(query_pull),
-        BT=min(2048, triton.next_power_of_2(tokens)),
-        num_warps=8,
-        known=plan.launches,
-    )

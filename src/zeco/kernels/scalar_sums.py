@@ -1,4 +1,4 @@
-"""Sums of one gate a head inside each chunk, made once and read by all passes."""
+"""Numbers of each token that all passes read: sums of its head's gates inside its chunk, its weights."""
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -8,14 +8,26 @@ import triton.language as tl
 
 from zeco.kernels.gate_sums import FLOOR, LOG2E
 
+# Base-2 logarithm of the smallest step: a token whose step is zero has one that counts for nothing, but
+# leaves in its gradients what the step's own is made of.
+LEAST_STEP = tl.constexpr(-100.0)
+
 
 @triton.jit
 def scalar_sums_kernel(
     g_ptr,
+    step_ptr,
+    skip_ptr,
     sums_ptr,
     g_stride_b,
     g_stride_t,
     g_stride_h,
+    step_stride_b,
+    step_stride_t,
+    step_stride_h,
+    skip_stride_b,
+    skip_stride_t,
+    skip_stride_h,
     T,
     H,
     num_chunks,
@@ -28,14 +40,16 @@ def scalar_sums_kernel(
     """Sum the gates of each chunk up to each token, in base 2: sums [PARTS, B·H, N, C].
 
     In two parts, for fp32, the first are multiples of 2^-10, whose sums are exact: differences don't
-    cancel then, whatever strong decay lies before.
+    cancel then, whatever strong decay lies before. Behind them lie the steps' base-2 logarithms, and
+    the skips.
     """
     pid = tl.program_id(0)
     bh = pid // runs
     chunks = (pid % runs) * RUN + tl.arange(0, RUN)
     i = tl.arange(0, C)
     t = chunks[:, None] * C + i[None, :]
-    start = g_ptr + (bh // H).to(tl.int64) * g_stride_b + (bh % H) * g_stride_h
+    b, h = (bh // H).to(tl.int64), bh % H
+    start = g_ptr + b * g_stride_b + h * g_stride_h
     g = tl.load(start + t.to(tl.int64) * g_stride_t, mask=t < T, other=0.0).to(tl.float32) * LOG2E
     # A comparison that NaN fails: it must come out again.
     g = tl.where(g < FLOOR, FLOOR, g)
@@ -43,12 +57,24 @@ def scalar_sums_kernel(
     low = tl.cumsum(g - high, 1)
     high = tl.cumsum(high, 1)
     at = (bh.to(tl.int64) * num_chunks + chunks)[:, None] * C + i[None, :]
+    size = heads.to(tl.int64) * num_chunks * C
     inside = (chunks < num_chunks)[:, None]
     if PARTS == 1:
         tl.store(sums_ptr + at, high + low, mask=inside)
     else:
         tl.store(sums_ptr + at, high, mask=inside)
-        tl.store(sums_ptr + heads.to(tl.int64) * num_chunks * C + at, low, mask=inside)
+        tl.store(sums_ptr + size + at, low, mask=inside)
+    if step_ptr is not None:
+        start = step_ptr + b * step_stride_b + h * step_stride_h
+        step = tl.load(start + t.to(tl.int64) * step_stride_t, mask=t < T, other=0.0)
+        step = tl.log2(step.to(tl.float32))
+        step = tl.maximum(step, LEAST_STEP, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(sums_ptr + PARTS * size + at, step, mask=inside)
+    if skip_ptr is not None:
+        start = skip_ptr + b * skip_stride_b + h * skip_stride_h
+        skip = tl.load(start + t.to(tl.int64) * skip_stride_t, mask=t < T, other=0.0)
+        place: tl.constexpr = PARTS if step_ptr is None else PARTS + 1
+        tl.store(sums_ptr + place * size + at, skip.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -79,3 +105,21 @@ def chunk_total(sums_ptr, at, size, C: tl.constexpr, EXACT: tl.constexpr):
         if EXACT:
             low = tl.load(sums_ptr + size + at + C - 1)
     return high, low
+
+
+@triton.jit
+def chunk_steps(sums_ptr, at, size, C: tl.constexpr, EXACT: tl.constexpr, STEP: tl.constexpr):
+    """Return the base-2 logarithms of a chunk's steps [C], zeros without steps."""
+    if STEP:
+        PARTS: tl.constexpr = 2 if EXACT else 1
+        steps = tl.load(sums_ptr + PARTS * size + at + tl.arange(0, C))
+    else:
+        steps = tl.zeros([C], tl.float32)
+    return steps
+
+
+@triton.jit
+def chunk_skips(sums_ptr, at, size, C: tl.constexpr, EXACT: tl.constexpr, STEP: tl.constexpr):
+    """Return a chunk's skips [C], which must be there."""
+    PARTS: tl.constexpr = (2 if EXACT else 1) + (1 if STEP else 0)
+    return tl.load(sums_ptr + PARTS * size + at + tl.arange(0, C))

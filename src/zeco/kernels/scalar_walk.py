@@ -6,8 +6,11 @@ With b the cumulative log decay of a chunk and L its total, all in base 2::
     S  <- exp2(L) S + Σ_j exp2(L - b_j) k_j v_jᵀ
 
 Every exponent is <= 0 and a weight belongs to a pair, not to a channel: right for any decay, and the
-tokens' rows enter the products as they were loaded. Otherwise as in `zeco.kernels.decay_walk`: channels
-by tokens, one state a program, nothing written for a chunk but its results.
+tokens' rows enter the products as they were loaded. A step that a token's key is multiplied with is
+part of its weights; a skip, which the token's value is multiplied with and added to its output, of its
+pair with itself. ``GROUP`` heads of values share a head of queries and keys. Otherwise as in
+`zeco.kernels.decay_walk`: channels by tokens, one state a program, nothing written for a chunk but its
+results.
 """
 # ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -19,23 +22,30 @@ import triton.language as tl
 
 from zeco.kernels.decay_state import entering_state, find_place
 from zeco.kernels.gate_sums import power
-from zeco.kernels.products import add_product, arranged_as, keep_pairs, pair_mask, product
-from zeco.kernels.scalar_sums import chunk_total, chunk_until
+from zeco.kernels.products import (
+    add_product,
+    arranged_as,
+    keep_pairs,
+    pair_mask,
+    product,
+    two_pieces,
+)
+from zeco.kernels.scalar_sums import chunk_skips, chunk_steps, chunk_total, chunk_until
 
 
 @triton.jit
-def _decays(high, low, total_high, total_low, EXACT: tl.constexpr):
-    """Return a chunk's decays up to each token and after it [C]."""
+def _decays(high, low, total_high, total_low, steps, EXACT: tl.constexpr):
+    """Return a chunk's decays up to each token, and after it times its step [C]."""
     until = high
     after = total_high - high
     if EXACT:
         until += low
         after += total_low - low
-    return power(until), power(after)
+    return power(until), power(after + steps)
 
 
 @triton.jit
-def _pair_weights(high, low, log2_scale, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+def _pair_weights(high, low, steps, log2_scale, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """Return weights [C, C], later tokens in columns forwards and in rows in reverse.
 
     Where the other token is the later one they are anything, to be dropped with the pairs.
@@ -43,14 +53,17 @@ def _pair_weights(high, low, log2_scale, REVERSE: tl.constexpr, EXACT: tl.conste
     if EXACT:
         exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
         if REVERSE:
-            exponent = -exponent
+            exponent = steps[None, :] - exponent
+        else:
+            exponent += steps[:, None]
         weights = tl.exp2(exponent + log2_scale)
     else:
         raised = high + log2_scale
+        earlier = high - steps
         if REVERSE:
-            weights = power(raised[:, None] - high[None, :])
+            weights = power(raised[:, None] - earlier[None, :])
         else:
-            weights = power(raised[None, :] - high[:, None])
+            weights = power(raised[None, :] - earlier[:, None])
     return weights
 
 
@@ -73,7 +86,9 @@ def scalar_state_fwd_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     EXACT: tl.constexpr,
+    STEP: tl.constexpr,
     ADJOINT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -96,12 +111,13 @@ def scalar_state_fwd_kernel(
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        x = tl.trans(x_desc.load([b, h, c * C, kb * BK]).reshape(C, BK))
+        x = tl.trans(x_desc.load([b, h // GROUP, c * C, kb * BK]).reshape(C, BK))
         y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
         if ADJOINT:
             exponent = high + low
         else:
             exponent = (total_high - high) + (total_low - low)
+            exponent += chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
         weight = power(exponent + tl.max(passed, 0))
         state = add_product(state, (x.to(tl.float32) * weight[None, :]).to(y.dtype), y, EXACT)
         passed += total_high + total_low
@@ -123,6 +139,7 @@ def scalar_output_walk_kernel(
     y_desc,
     sums_ptr,
     o_desc,
+    own_ptr,
     state_ptr,
     passed_ptr,
     entering_ptr,
@@ -139,13 +156,17 @@ def scalar_output_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     EXACT: tl.constexpr,
+    STEP: tl.constexpr,
+    SKIP: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Outputs o and the state that leaves, or with REVERSE dv and the gradient of the entering one.
 
-    x, z, y are q, k, v forwards and k, q, dO in reverse.
+    x, z, y are q, k, v forwards and k, q, dO in reverse. If there is room for them it leaves each
+    token's own product z·x, unscaled, [B·H, N, C].
     """
     vb, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, (V + BV - 1) // BV
@@ -169,13 +190,14 @@ def scalar_output_walk_kernel(
         else:
             c = first + step
         t = c * C
-        x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BK))
-        z = z_desc.load([b, h, t, 0]).reshape(C, BK)
+        x = tl.trans(x_desc.load([b, h // GROUP, t, 0]).reshape(C, BK))
+        z = z_desc.load([b, h // GROUP, t, 0]).reshape(C, BK)
         y = tl.trans(y_desc.load([b, h, t, vb * BV]).reshape(C, BV))
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        until, after = _decays(high, low, total_high, total_low, EXACT)
+        steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
+        until, after = _decays(high, low, total_high, total_low, steps, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -185,14 +207,20 @@ def scalar_output_walk_kernel(
             column_weight = after
         pairs = product(z, x, EXACT)
         o = product(state.to(y.dtype), x, EXACT)
-        pairs *= _pair_weights(high, low, log2_scale, REVERSE, EXACT)
+        if own_ptr is not None and vb == 0:
+            # Along rows: that is a sum within each warp.
+            tl.store(own_ptr + at + i, tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1))
+        pairs *= _pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
+        if SKIP:
+            skips = chunk_skips(sums_ptr, at, size, C, EXACT, STEP)
+            pairs += tl.where(i[:, None] == i[None, :], skips[None, :], 0.0)
         pairs = keep_pairs(pairs, mask, None, y, EXACT)
         o = o * row_weight[None, :]
         o = add_product(o, y, pairs, EXACT)
         o_desc.store([b, h, t, vb * BV], tl.trans(o).to(o_desc.dtype).reshape(1, 1, C, BV))
         state *= power(total_high + total_low)
         weighted = (y.to(tl.float32) * column_weight[None, :]).to(y.dtype)
-        state = add_product(state, weighted, z, EXACT)
+        state = add_product(state, arranged_as(weighted, o), z, EXACT)
     # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
     if REVERSE:
         edge = 0
@@ -217,9 +245,14 @@ def scalar_gradient_walk_kernel(
     sums_ptr,
     grad_desc,
     pull_ptr,
+    own_ptr,
+    crossing_ptr,
     state_ptr,
     passed_ptr,
     entering_ptr,
+    other_ptr,
+    other_passed_ptr,
+    other_entering_ptr,
     table_ptr,
     log2_scale,
     H,
@@ -232,14 +265,22 @@ def scalar_gradient_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     EXACT: tl.constexpr,
+    STEP: tl.constexpr,
+    PIECES: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Gradient dq, or with REVERSE dk, by the same walk backwards in time.
 
     x, y, z, a are dO, v, k, q forwards and v, dO, q, k in reverse. With gates it leaves the pull
-    Σ_k a·(its gradient) of each token and block of channels, its own pair left out, [blocks, B·H, N, C].
+    Σ_k a·(its gradient) of each token and block of channels, its own pair left out, [blocks, B·H, N, C];
+    if there is room for them also each token's own product y·x, unscaled, [B·H, N, C].
+
+    So it does, with the other walk's states, for the weight of all paths that cross each segment's start
+    [blocks, B·H, S], as `zeco.kernels.decay_walk.gradient_walk_kernel`. With two ``PIECES`` the state
+    enters its product, and rows enter the state, in two pieces of 16 bits.
     """
     kb, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, (K + BK - 1) // BK
@@ -267,11 +308,12 @@ def scalar_gradient_walk_kernel(
         t = c * C
         x = tl.trans(x_desc.load([b, h, t, 0]).reshape(C, BV))
         y = y_desc.load([b, h, t, 0]).reshape(C, BV)
-        z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+        z = tl.trans(z_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK))
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        until, after = _decays(high, low, total_high, total_low, EXACT)
+        steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
+        until, after = _decays(high, low, total_high, total_low, steps, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -279,86 +321,39 @@ def scalar_gradient_walk_kernel(
         else:
             row_weight = until * scale
             column_weight = after
-        pairs = product(y, x, EXACT) * _pair_weights(high, low, log2_scale, REVERSE, EXACT)
+        pairs = product(y, x, EXACT)
         if sums_ptr is not None:
             # Along rows: that is a sum within each warp.
             own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+            if own_ptr is not None and kb == 0:
+                tl.store(own_ptr + at + i, own)
+        pairs *= _pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
         pairs = keep_pairs(pairs, mask, None, y, EXACT)
-        grad = product(state.to(y.dtype), x, EXACT) * row_weight[None, :]
+        if PIECES == 1:
+            grad = product(state.to(y.dtype), x, EXACT)
+        else:
+            piece, rest = two_pieces(state, y)
+            grad = add_product(product(piece, x, EXACT), rest, x, EXACT)
+        grad *= row_weight[None, :]
         grad = add_product(grad, z, pairs, EXACT)
         if sums_ptr is not None:
-            a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+            a = tl.trans(a_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK))
             pull = tl.sum(a.to(tl.float32) * grad, 0)
             pull_at = (kb.to(tl.int64) * heads + bh) * num_chunks + c
             tl.store(pull_ptr + pull_at * C + i, pull)
-            grad += z.to(tl.float32) * own[None, :]
+            grad += z.to(tl.float32) * (own * power(log2_scale + steps))[None, :]
         grad_desc.store([b, h, t, kb * BK], tl.trans(grad).to(grad_desc.dtype).reshape(1, 1, C, BK))
         state *= power(total_high + total_low)
-        weighted = (z.to(tl.float32) * column_weight[None, :]).to(y.dtype)
-        state = add_product(state, arranged_as(weighted, grad), y, EXACT)
-
-
-@triton.jit
-def scalar_gate_gradient_kernel(
-    query_pull_ptr,
-    key_pull_ptr,
-    dg_ptr,
-    state_ptr,
-    passed_ptr,
-    entering_ptr,
-    adjoint_ptr,
-    adjoint_passed_ptr,
-    leaving_ptr,
-    table_ptr,
-    dg_stride_b,
-    dg_stride_t,
-    dg_stride_h,
-    T,
-    H,
-    heads,
-    num_chunks,
-    num_segments,
-    chunks_per_segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PULLS: tl.constexpr,
-    BT: tl.constexpr,
-):
-    """Gradient of the log decays, as `zeco.kernels.decay_gate_gradient` has it.
-
-    The pulls come in ``PULLS`` parts, to be added.
-    """
-    _, segment, bh, b, h, first, stop = find_place(
-        table_ptr, H, num_chunks, num_segments, chunks_per_segment, 1
-    )
-    weight = tl.zeros([BK, BV], tl.float32)
-    for k in tl.range(0, K, BK):
-        ks = k + tl.arange(0, BK)
-        for v in tl.range(0, V, BV):
-            vs = v + tl.arange(0, BV)
-            state = entering_state(
-                state_ptr, passed_ptr, entering_ptr, bh, segment, heads, ks, vs, K, V, True
-            )
-            adjoint = entering_state(
-                adjoint_ptr, adjoint_passed_ptr, leaving_ptr, bh, segment, heads, ks, vs, K, V, True
-            )
-            weight += state * adjoint
-    carried = tl.sum(tl.sum(weight, 1), 0)
-    i = tl.arange(0, BT)
-    dg_start = dg_ptr + b.to(tl.int64) * dg_stride_b + h * dg_stride_h
-    for start in tl.range(first * C, stop * C, BT):
-        t = start + i
-        # Those of the tokens before: a running sum of them leaves each token's own pull out.
-        before = (t > first * C) & (t <= stop * C)
-        pull = tl.zeros([BT], tl.float32)
-        for part in tl.static_range(PULLS):
-            at = (part * heads + bh).to(tl.int64) * num_chunks * C + t - 1
-            pull += tl.load(key_pull_ptr + at, mask=before, other=0.0)
-            pull -= tl.load(query_pull_ptr + at, mask=before, other=0.0)
-        dg = carried + tl.cumsum(pull, 0)
-        inside = (t < stop * C) & (t < T)
-        tl.store(dg_start + t * dg_stride_t, dg.to(dg_ptr.dtype.element_ty), mask=inside)
-        carried += tl.sum(pull, 0)
+        weighted = z.to(tl.float32) * column_weight[None, :]
+        if PIECES == 1:
+            state = add_product(state, arranged_as(weighted.to(y.dtype), grad), y, EXACT)
+        else:
+            piece, rest = two_pieces(weighted, y)
+            state = add_product(state, arranged_as(piece, grad), y, EXACT)
+            state = add_product(state, arranged_as(rest, grad), y, EXACT)
+    if crossing_ptr is not None:
+        other = entering_state(
+            other_ptr, other_passed_ptr, other_entering_ptr, bh, segment, heads, ks, vs, K, V, True
+        )
+        crossing_at = crossing_ptr + (kb.to(tl.int64) * heads + bh) * num_segments + segment
+        tl.store(crossing_at, tl.sum(tl.sum(state * other, 1), 0))

@@ -53,6 +53,10 @@ _WIDTH = 4
 class DecayOperator:
     """An operator of the decay family with its options fixed; inputs are q, k, v, g.
 
+    On Triton kernels, with one decay a head, two more may follow: steps [B, T, H] that keys are
+    multiplied with, and skips [B, T, H] that values are multiplied with and added to outputs. There,
+    with one decay a head or none, several value heads may share a head of q and k.
+
     Attributes:
         name: the public name, for messages.
         kind: what the decay is; see the module's table.
@@ -77,12 +81,12 @@ class DecayOperator:
     @property
     def input_names(self) -> tuple[str, ...]:
         """The names of the tensors."""
-        return ("q", "k", "v", "g")
+        return ("q", "k", "v", "g", "step", "skip")
 
     def state_shape(self, inputs: Inputs) -> tuple[int, int, int, int]:
         """Return [B, H, K, V] of the states."""
-        _, k, v, _ = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
-        return k.shape[0], k.shape[2], k.shape[3], v.shape[3]
+        k, v = cast("tuple[Tensor, Tensor]", inputs[1:3])
+        return k.shape[0], v.shape[2], k.shape[3], v.shape[3]
 
     def segment(self, inputs: Inputs, pieces: Pieces) -> Segment:
         """Return the call of this operator on a rank's tokens."""

@@ -25,7 +25,7 @@ from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
 from zeco.operators.decay import DecayOperator, Kind
 from zeco.operators.function import run_operator
-from zeco.operators.segment import Exchange
+from zeco.operators.segment import Exchange, Inputs
 from zeco.operators.triton_rows import why_not_triton
 
 OFFERED = ("torch", "triton")
@@ -49,6 +49,8 @@ def run_decay(
     strict: bool = False,
     operands: torch.dtype | None = None,
     results: torch.dtype | None = None,
+    step: Tensor | None = None,
+    skip: Tensor | None = None,
     names: tuple[str, str, str, str] = ("q", "k", "v", "g"),
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, give every input the value heads' count, and run the operator.
@@ -71,6 +73,8 @@ def run_decay(
         operands: the dtype in which kernels multiply, for inputs that the caller has widened; None
             for that of q, k and v.
         results: the dtype of the outputs, for callers who add to them; None for that of q.
+        step: [B, T, H], >= 0, multiplied with the keys; for kind "scalar", as is the next.
+        skip: [B, T, H], multiplied with the values and added to the outputs.
         names: what the public operator calls q, k, v and g.
     """
     if scale is not None:
@@ -84,18 +88,27 @@ def run_decay(
     if g is not None:
         check_log_decay(name, names[3], g, sp)
         g = repeat_heads(g, H)
-    inputs = (repeat_heads(q, H), repeat_heads(k, H), v, g)
+    if operator.backend != "triton" or kind == "diagonal" or bidirectional:
+        q, k = repeat_heads(q, H), repeat_heads(k, H)
+    inputs = (q, k, v, g)
+    added = None
+    if step is not None or skip is not None:
+        operator, inputs, added = _weigh(operator, inputs, step, skip, bidirectional)
     if bidirectional:
         check_stateless(name, initial_state, output_final_state)
-        return _from_both_ends(operator, inputs, cu_seqlens, sp), None
-    return run_operator(
-        operator,
-        inputs,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        sp=sp,
-    )
+        o, state = _from_both_ends(operator, inputs, cu_seqlens, sp), None
+    else:
+        o, state = run_operator(
+            operator,
+            inputs,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            sp=sp,
+        )
+    if added is not None:
+        o = torch.addcmul(o, added.unsqueeze(-1), v)
+    return o if results is None else o.to(results), state
 
 
 @lru_cache(maxsize=256)
@@ -148,18 +161,47 @@ def _decide(
     )
 
 
+def _weigh(
+    operator: DecayOperator,
+    inputs: Inputs,
+    step: Tensor | None,
+    skip: Tensor | None,
+    bidirectional: bool,
+) -> tuple[DecayOperator, Inputs, Tensor | None]:
+    """Give a call its steps and skips; return also the skips that are left to the caller.
+
+    Kernels weigh tokens on their way, but in fp16, whose small numbers are too coarse for pairs with
+    steps in them; elsewhere values are multiplied here.
+    """
+    q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor]", inputs)
+    if operator.backend == "triton" and operator.operands != torch.float16:
+        if bidirectional:
+            operator = _with_results(operator, state_dtype(v, g))
+        return operator, (q, k, v, g, step, skip), None
+    if step is not None:
+        v = v * step.unsqueeze(-1)
+    return _with_results(operator, state_dtype(v, g)), (q, k, v, g), skip
+
+
+@lru_cache(maxsize=256)
+def _with_results(operator: DecayOperator, dtype: torch.dtype) -> DecayOperator:
+    """Return an operator whose outputs are to be added to."""
+    return replace(operator, results=dtype)
+
+
 def _from_both_ends(
     operator: DecayOperator,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    inputs: Inputs,
     cu_seqlens: Tensor | None,
     sp: Exchange | None,
 ) -> Tensor:
     """Run both directions; from the end, queries read what comes after their own token.
 
-    That pass is strict, so that a token counts once. Strict queries read the state before their own
-    token's decay; unless the operator is strict itself they apply that decay here.
+    That pass is strict, so that a token counts once; nor does it have skips. Strict queries read the
+    state before their own token's decay; unless the operator is strict itself they apply that decay
+    here.
     """
-    q, k, v, g = inputs
+    q, k, v, g, *weights = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
     if g is not None and not operator.strict:
         decay = g.exp() if g.ndim == q.ndim else g.exp().unsqueeze(-1)
         q = q.to(state_dtype(q, g)) * decay
@@ -167,7 +209,7 @@ def _from_both_ends(
         operator,
         inputs,
         backward=replace(operator, strict=True),
-        backward_inputs=(q, k, v, g),
+        backward_inputs=(q, k, v, g, *weights[:1]),
         cu_seqlens=cu_seqlens,
         sp=sp,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import (
+    are_looked_at,
     check_heads,
     check_inputs,
     check_not_positive,
@@ -66,15 +66,16 @@ def ssd(
     )
     check_heads("ssd", sizes["H"], B=sizes["G"])
     check_not_positive("ssd", "A", A, sp, remedy="pass A = -exp(A_log)")
-    check_not_positive("ssd", "-dt", -dt, sp, remedy="apply softplus to dt first")
+    if are_looked_at(dt, sp):
+        check_not_positive("ssd", "-dt", -dt, sp, remedy="apply softplus to dt first")
     dtype = state_dtype(x, dt, A, B, C)
-    step = dt.to(dtype)  # what it is multiplied with is widened on the way
-    o, state = run_decay(
+    step = dt.to(dtype)
+    return run_decay(
         "ssd",
         "scalar",
         C,
         B,
-        x * step.unsqueeze(-1),
+        x,
         step * A.to(dtype),
         scale=1.0,
         initial_state=initial_state,
@@ -84,9 +85,8 @@ def ssd(
         sp=sp,
         backend=backend,
         operands=common_dtype(x, B, C),
-        results=dtype,
+        results=x.dtype,
+        step=step,
+        skip=None if D is None else D.to(dtype).expand(step.shape),
         names=("C", "B", "x", "dt"),
     )
-    if D is not None:
-        o = torch.addcmul(o, D.to(dtype).unsqueeze(-1), x)
-    return o.to(x.dtype), state

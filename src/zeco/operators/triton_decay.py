@@ -8,6 +8,7 @@ know one run of rows for each head; what else a call may have is arranged for th
 from __future__ import annotations
 
 from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,12 +18,13 @@ from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
 from zeco.operators.segment import Gradients, Inputs, Segment
-from zeco.operators.triton_rows import DecayOptions, arrange
+from zeco.operators.triton_rows import DecayOptions, add_heads, arrange
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
-    from zeco.kernels.decay_gradients import QueryGradient
+    from zeco.kernels.decay_gradients import DecayGradients, QueryGradient
     from zeco.kernels.decay_plan import Plan
+    from zeco.kernels.scalar import Sums
 
 # States at the boundaries of segments are kept for the backward pass up to this part of the inputs.
 _KEPT_PART = 1 / 8
@@ -31,9 +33,14 @@ _KEPT_PART = 1 / 8
 @cache
 def _launchers() -> Any:
     """Return the modules that launch kernels; Triton, which they import, need not be installed."""
-    from zeco.kernels import decay, decay_gradients, scalar
+    from zeco.kernels import decay, decay_gradients, scalar, scalar_gradients
 
-    return decay, decay_gradients, scalar
+    return SimpleNamespace(
+        decay=decay,
+        decay_gradients=decay_gradients,
+        scalar=scalar,
+        scalar_gradients=scalar_gradients,
+    )
 
 
 class TritonDecaySegment(Segment):
@@ -44,17 +51,23 @@ class TritonDecaySegment(Segment):
     def __init__(self, operator: DecayOptions, inputs: Inputs, pieces: Pieces) -> None:
         super().__init__(inputs, pieces)
         self.operator = operator
-        q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs)
+        q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs[:4])
         dtypes = (q.dtype, k.dtype, v.dtype, None if g is None else g.dtype)
         found = arrange(operator, pieces, (k.shape, v.shape), dtypes, q.device)
         self._arrangement, self.scale, self.sign = found, found.scale, found.sign
         self.rows, self.slices = rows, slices = found.rows, found.slices
         dtype = found.dtype
         q = _cast(q if self.sign == 1.0 else q * self.sign, dtype)
-        self.q = _ready(slices.repeat(rows.spread(q, rows.queries)))
-        self.k = _ready(slices.repeat(rows.spread(_cast(k, dtype), rows.keys)))
+        q, k = rows.spread(q, rows.queries), rows.spread(_cast(k, dtype), rows.keys)
+        if self._diagonal:
+            q, k = slices.repeat(q), slices.repeat(k)
+        self.q, self.k = _ready(q), _ready(k)
         self.v = _ready(slices.cut(rows.spread(_cast(v, dtype), rows.keys)))
         self.g = None if g is None else self._as_gates(g)
+        # What weighs tokens has the layout of one gate a head.
+        self.step, self.skip = (
+            None if x is None else self._as_gates(x) for x in (*inputs[4:], None, None)[:2]
+        )
         self._states: States | None = None
         self._chunks: Chunks | None = None
         self._adjoints: States | None = None
@@ -99,36 +112,36 @@ class TritonDecaySegment(Segment):
         return found
 
     @cached_property
-    def _sums(self) -> Tensor | None:
-        return _launchers()[2].chunk_sums(self.plan, self.g)
+    def _sums(self) -> Sums:
+        return _launchers().scalar.chunk_sums(self.plan, self.g, self.step, self.skip)
 
     def _run_state_pass(self, initials: Tensor | None) -> States:
         found = self._states
         if found is None:
-            decay, _, scalar = _launchers()
+            kernels = _launchers()
             given = self._as_state(initials)
             if self._diagonal:
-                found, self._chunks = decay.state_pass(
+                found, self._chunks = kernels.decay.state_pass(
                     self.plan, self.k, self.v, cast("Tensor", self.g), given
                 )
             else:
-                found = scalar.state_pass(self.plan, self.k, self.v, self._sums, given)
+                found = kernels.scalar.state_pass(self.plan, self.k, self.v, self._sums, given)
             self._states = found
         return cast("States", found)
 
     def _run_adjoint_pass(self, d_o: Tensor, d_finals: Tensor | None) -> States:
         found = self._adjoints
         if found is None:
-            decay, _, scalar = _launchers()
+            kernels = _launchers()
             # The last final's gradient comes in later, through the rank's transition.
             inner = d_finals is not None and len(d_finals) > 1
             given = self._as_state(d_finals if inner else None)
             if self._diagonal:
-                found, self._chunks = decay.adjoint_state_pass(
+                found, self._chunks = kernels.decay.adjoint_state_pass(
                     self.plan, self.q, d_o, cast("Tensor", self.g), given, scale=self.scale
                 )
             else:
-                found = scalar.adjoint_state_pass(
+                found = kernels.scalar.adjoint_state_pass(
                     self.plan, self.q, d_o, self._sums, given, scale=self.scale
                 )
             self._adjoints = found
@@ -152,7 +165,7 @@ class TritonDecaySegment(Segment):
         if kind == "identity":
             return Identity()
         if self._empty:
-            B, _, H, K = cast("Tensor", self.inputs[1]).shape
+            B, H, K, _ = self.operator.state_shape(self.inputs)
             log_decay = torch.zeros(B, H, K, device=self.k.device)
         else:
             states = self._adjoints if self._states is None else self._states
@@ -164,8 +177,7 @@ class TritonDecaySegment(Segment):
         return Diagonal(log_decay.contiguous())
 
     def _zero_state(self) -> Tensor:
-        B, _, H, K = cast("Tensor", self.inputs[1]).shape
-        return torch.zeros(B, H, K, cast("Tensor", self.inputs[2]).shape[3], device=self.k.device)
+        return torch.zeros(self.operator.state_shape(self.inputs), device=self.k.device)
 
     def _piece_starts(self, entering: Tensor | None, initials: Tensor | None) -> Tensor:
         """Return the state [n, B, H, K, V] from which each piece starts."""
@@ -189,7 +201,7 @@ class TritonDecaySegment(Segment):
         if self._empty:
             values = cast("Tensor", self.inputs[2])
             return torch.zeros_like(values, dtype=dtype), self._piece_starts(entering, initials)
-        decay, _, scalar = _launchers()
+        kernels = _launchers()
         given: dict[str, Any] = {
             "states": self._run_state_pass(initials),
             "scale": self.scale,
@@ -199,9 +211,9 @@ class TritonDecaySegment(Segment):
         tensors = (self.plan, self.q, self.k, self.v)
         if self._diagonal:
             g, chunks = cast("Tensor", self.g), self._known_chunks()
-            o, leaving = decay.output_pass(*tensors, g, **given, chunks=chunks)
+            o, leaving = kernels.decay.output_pass(*tensors, g, **given, chunks=chunks)
         else:
-            o, leaving = scalar.output_pass(*tensors, self._sums, **given)
+            o, leaving = kernels.scalar.output_pass(*tensors, self._sums, **given)
         o = self.rows.collect(self.slices.join(o), self.rows.queries)
         return o.contiguous(), self._finals(leaving, entering)
 
@@ -225,8 +237,7 @@ class TritonDecaySegment(Segment):
     def recall(self, kept: tuple[Tensor, ...]) -> None:
         """Take what `keep` gave, in place of a state pass."""
         if kept:
-            decay, _, _ = _launchers()
-            self._states = decay.States(*kept, last=self.plan.num_segments)
+            self._states = _launchers().decay.States(*kept, last=self.plan.num_segments)
 
     def replay(self, entering: Tensor | None, initials: Tensor | None) -> None:
         """Run the state pass, if its states aren't there, and the queries' gradient pass.
@@ -242,7 +253,7 @@ class TritonDecaySegment(Segment):
             self._queries = self._query_gradient(self._d_o, self._entering)
 
     def _query_gradient(self, d_o: Tensor, entering: Tensor | None) -> QueryGradient:
-        _, decay_gradients, scalar = _launchers()
+        kernels = _launchers()
         given: dict[str, Any] = {
             "states": self._run_state_pass(self._initials),
             "scale": self.scale,
@@ -250,8 +261,10 @@ class TritonDecaySegment(Segment):
         }
         tensors: Any = (self.plan, self.q, self.k, self.v, d_o)
         if self._diagonal:
-            return decay_gradients.query_pass(*tensors, **given, chunks=self._known_chunks())
-        return scalar.query_pass(*tensors, **given, sums=self._sums)
+            return kernels.decay_gradients.query_pass(
+                *tensors, **given, chunks=self._known_chunks()
+            )
+        return kernels.scalar_gradients.query_pass(*tensors, **given, sums=self._sums)
 
     def backward(self, d_o: Tensor, d_finals: Tensor | None) -> Gradients:
         """Return all gradients; `replay` must have run."""
@@ -265,7 +278,7 @@ class TritonDecaySegment(Segment):
                 d_finals = torch.stack([self._zero_state()] * len(self.pieces.documents))
             d_entering = d_finals[0] if first else torch.zeros_like(d_finals[0])
             return Gradients(zeros, d_entering, None if initials is None else d_finals[first:])
-        _, decay_gradients, scalar = _launchers()
+        kernels = _launchers()
         d_o = self._as_outputs(d_o) if self._d_o is None else self._d_o
         adjoints = self._run_adjoint_pass(d_o, d_finals)
         d_leaving = self._as_state(None if d_finals is None else d_finals[-1])
@@ -280,17 +293,22 @@ class TritonDecaySegment(Segment):
         if self._diagonal:
             tensors: Any = (self.plan, self.q, self.k, self.v, self.g, d_o)
             chunks = self._known_chunks()
-            found = decay_gradients.gradient_passes(*tensors, **given, chunks=chunks)
+            found = kernels.decay_gradients.gradient_passes(*tensors, **given, chunks=chunks)
         else:
             # Decays that are fixed for each head are gates without a gradient.
-            g = self.g if self.wanted is None or self.wanted[3] else None
+            wanted = (True,) * 6 if self.wanted is None else (*self.wanted, False, False)
+            g, step, skip = (
+                x if wanted[i] else None for i, x in ((3, self.g), (4, self.step), (5, self.skip))
+            )
             tensors = (self.plan, self.q, self.k, self.v, g, d_o)
-            found = scalar.gradient_passes(*tensors, **given, sums=self._sums)
+            found = kernels.scalar_gradients.gradient_passes(
+                *tensors, **given, sums=self._sums, step=step, skip=skip
+            )
         d_initials = None
         if initials is not None:
             after = [segment + 1 for segment in self.plan.breaks]
             d_initials = self.slices.join_states(adjoints.at(after, d_leaving))
-        inputs = self._as_inputs((found.q, found.k, found.v, found.g))
+        inputs = self._as_inputs(found)
         return Gradients(inputs, self.slices.join_states(found.entering), d_initials)
 
     def _known_chunks(self) -> Chunks:
@@ -298,20 +316,19 @@ class TritonDecaySegment(Segment):
             raise RuntimeError("no state pass has run on this segment")
         return self._chunks
 
-    def _as_inputs(self, found: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Inputs:
+    def _as_inputs(self, found: DecayGradients) -> Inputs:
         """Bring gradients to the layouts and dtypes of the operator's inputs."""
-        rows, slices = self.rows, self.slices
-        dq, dk, dv, dg = found
-        arranged = (
-            rows.collect(slices.add(dq if self.sign == 1.0 else dq * self.sign), rows.queries),
-            rows.collect(slices.add(dk), rows.keys),
-            rows.collect(slices.join(dv), rows.keys),
-            None if dg is None else rows.collect(slices.add(dg), rows.keys),
-        )
-        return tuple(
-            None if given is None or gradient is None else _cast(gradient, given.dtype)
-            for given, gradient in zip(self.inputs, arranged, strict=True)
-        )
+        rows = self.rows
+        dq = found.q if self.sign == 1.0 else found.q * self.sign
+        gradients = (dq, found.k, self.slices.join(found.v), found.g, found.step, found.skip)
+        arranged: list[Tensor | None] = []
+        for i, (given, x) in enumerate(zip(self.inputs, gradients, strict=False)):
+            if given is None or x is None:
+                arranged.append(None)
+                continue
+            x = rows.collect(add_heads(x, given.shape[2]), rows.keys if i else rows.queries)
+            arranged.append(_cast(x, given.dtype))
+        return tuple(arranged)
 
     def fresh(self, inputs: Inputs | None = None) -> TritonDecaySegment:
         """Return a segment over other inputs, with nothing kept."""

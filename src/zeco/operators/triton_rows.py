@@ -28,6 +28,7 @@ from zeco.core.documents import Pieces
 from zeco.core.errors import UnsupportedError
 from zeco.operators.arguments import repeat_heads
 from zeco.operators.layout import make_layout
+from zeco.operators.segment import Inputs
 
 if TYPE_CHECKING:
     from zeco.kernels.decay_plan import Plan
@@ -70,6 +71,17 @@ class DecayOptions(Protocol):
     def results(self) -> torch.dtype | None:
         """The dtype of the outputs; None for that of q."""
         ...
+
+    def state_shape(self, inputs: Inputs) -> tuple[int, int, int, int]:
+        """Return [B, H, K, V] of the states."""
+        ...
+
+
+def add_heads(gradient: Tensor, heads: int) -> Tensor:
+    """Sum gradients [B, R, H·n, ...] over those n that are one head's, in fp32."""
+    if gradient.shape[2] == heads:
+        return gradient
+    return gradient.unflatten(2, (heads, -1)).sum(3, dtype=torch.float32)
 
 
 def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
@@ -168,12 +180,6 @@ class Slices:
     def repeat(self, x: Tensor) -> Tensor:
         """Give queries, keys or gates [B, R, H, K] a copy for each slice, [B, R, H·n, K]."""
         return x if self.count == 1 else repeat_heads(x, x.shape[2] * self.count)
-
-    def add(self, gradient: Tensor) -> Tensor:
-        """Sum gradients [B, R, H·n, K] over the slices, in fp32."""
-        if self.count == 1:
-            return gradient
-        return gradient.unflatten(2, (-1, self.count)).sum(3, dtype=torch.float32)
 
     def cut(self, values: Tensor) -> Tensor:
         """Cut values [B, R, H, V] into [B, R, H·n, W]."""

@@ -16,6 +16,7 @@ from zeco.collectives.all_to_all import Swap, Way, all_to_all, gather_sizes
 from zeco.collectives.transport import Transport
 from zeco.core.errors import UnsupportedError
 from zeco.core.partition import shard_bounds
+from zeco.operators.arguments import repeat_heads
 
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
@@ -42,7 +43,8 @@ class Ulysses:
         """Turn own tokens of all heads into all tokens of own heads.
 
         Args:
-            inputs: each [B, T, H, ...].
+            inputs: each [B, T, H, ...], or with fewer heads, each shared by as many of H: repeated
+                where they don't divide by P.
             states: [N, H, ...], each counting on one rank only and zero on the others.
 
         Returns:
@@ -50,6 +52,7 @@ class Ulysses:
             [N, H/P, ...].
         """
         P, sizes = self.transport.size, tuple(self.sizes)
+        inputs = [repeat_heads(x, states.shape[1]) if x.shape[2] % P else x for x in inputs]
         swaps = [Swap(states[None], Way(2, (states.shape[1] // P,) * P, 0, (1,) * P))]
         swaps += [Swap(x, Way(2, (x.shape[2] // P,) * P, 1, sizes)) for x in inputs]
         found, *wholes = all_to_all(swaps, self.transport)

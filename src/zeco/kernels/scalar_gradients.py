@@ -1,0 +1,194 @@
+"""Launchers of the gradients of one decay a head, or none; see `zeco.kernels.scalar`."""
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from zeco.kernels.decay import States
+from zeco.kernels.decay_gradients import DecayGradients, Pulls, QueryGradient
+from zeco.kernels.decay_plan import Plan
+from zeco.kernels.launch import describe, launch
+from zeco.kernels.scalar import Sums, strides, walk
+from zeco.kernels.scalar_gate_gradient import scalar_gate_gradient_kernel
+from zeco.kernels.scalar_walk import scalar_gradient_walk_kernel
+
+
+def query_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    *,
+    scale: float,
+    states: States,
+    sums: Sums,
+    entering: Tensor | None,
+) -> QueryGradient:
+    """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
+    dq, pull = _new_rows(plan, q), _new_pulls(plan, q, sums)
+    _gradient_walk(plan, d_o, v, k, q, sums, dq, pull, None, scale, states, entering)
+    return QueryGradient(dq, pull)
+
+
+def gradient_passes(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    d_o: Tensor,
+    *,
+    step: Tensor | None = None,
+    skip: Tensor | None = None,
+    scale: float,
+    states: States,
+    adjoints: States,
+    sums: Sums,
+    entering: Tensor | None,
+    d_leaving: Tensor | None,
+    queries: QueryGradient,
+) -> DecayGradients:
+    """Return all gradients; see `zeco.kernels.decay_gradients.gradient_passes`.
+
+    Those of gates, steps and skips are left out where g, step or skip is None.
+    """
+    dk, dv = _new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dg, d_step, d_skip = (
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (g, step, skip)
+    )
+    key_query = None if step is None else _new_tokens(plan, q.device)
+    value_gradient = None if step is None and skip is None else _new_tokens(plan, q.device)
+    pull = _new_pulls(plan, q, sums)
+    crossing = None
+    if dg is not None:
+        size = (plan.key_blocks, plan.heads, plan.num_segments)
+        crossing = torch.empty(size, dtype=torch.float32, device=q.device)
+    d_entering = walk(
+        plan, k, q, d_o, sums, dv, key_query, scale, adjoints, d_leaving, reverse=True
+    )
+    meeting = (crossing, states, entering)
+    _gradient_walk(
+        plan, v, d_o, q, k, sums, dk, pull, value_gradient, scale, adjoints, d_leaving, meeting
+    )
+    if any(x is not None for x in (dg, d_step, d_skip)):
+        left = (queries.pull, pull, crossing, key_query, value_gradient, sums.values)
+        _gate_gradient(plan, left, scale, dg, d_step, d_skip)
+    return DecayGradients(queries.q, dk, dv, dg, d_entering, d_step, d_skip)
+
+
+def _new_rows(plan: Plan, like: Tensor) -> Tensor:
+    """Return room for a row of the key dim for each token of each head of values."""
+    size = (plan.B, plan.T, plan.H, plan.K)
+    return torch.empty(size, dtype=like.dtype, device=like.device)
+
+
+def _new_tokens(plan: Plan, device: torch.device, parts: int = 1) -> Tensor:
+    """Return room for a number of each token [parts, B·H, N·C]."""
+    size = (parts, plan.heads, plan.num_chunks * plan.chunk)
+    return torch.empty(size, dtype=torch.float32, device=device)
+
+
+def _new_pulls(plan: Plan, like: Tensor, sums: Sums) -> Tensor | None:
+    """Return room for the pulls of a gradient walk; None without gates."""
+    return None if sums.values is None else _new_tokens(plan, like.device, plan.key_blocks)
+
+
+def _gradient_walk(
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    a: Tensor,
+    sums: Sums,
+    grad: Tensor,
+    pull: Tensor | None,
+    own: Tensor | None,
+    scale: float,
+    states: States,
+    entering: Tensor | None,
+    meeting: tuple[Tensor | None, States, Tensor | None] | None = None,
+) -> None:
+    """Launch a gradient walk into ``grad``, ``pull`` and ``own``.
+
+    x, y, z, a are as in `scalar_gradient_walk_kernel`. It walks in reverse if told of a ``meeting``:
+    room for the weights of paths that cross the segments' starts, or None, and the other walk's states.
+    """
+    crossing, others, other_entering = meeting or (None, None, None)
+    if crossing is None:
+        others = other_entering = None
+    bk, bv = plan.split_k, plan.block_v
+    gated = pull is not None
+    launch(
+        scalar_gradient_walk_kernel,
+        plan.heads * plan.num_segments * plan.key_blocks,
+        describe(x, plan.chunk, bv),
+        describe(y, plan.chunk, bv),
+        describe(z, plan.chunk, bk),
+        describe(a, plan.chunk, bk) if gated else None,
+        sums.values,
+        describe(grad, plan.chunk, bk),
+        pull,
+        own,
+        crossing,
+        states.states,
+        states.passed,
+        entering,
+        None if others is None else others.states,
+        None if others is None else others.passed,
+        other_entering,
+        plan.table,
+        math.log2(scale),
+        *plan.counts,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        BK=bk,
+        BV=bv,
+        GROUP=plan.group,
+        EXACT=plan.exact,
+        STEP=sums.step,
+        PIECES=plan.pieces if gated else 1,
+        REVERSE=meeting is not None,
+        STAGES=plan.gradient.stages,
+        num_warps=plan.gradient.num_warps,
+        known=plan.launches,
+    )
+
+
+def _gate_gradient(
+    plan: Plan,
+    left: tuple[Tensor | Pulls | None, ...],
+    scale: float,
+    dg: Tensor | None,
+    d_step: Tensor | None,
+    d_skip: Tensor | None,
+) -> None:
+    tokens = plan.chunks_per_segment * plan.chunk
+    launch(
+        scalar_gate_gradient_kernel,
+        plan.heads * plan.num_segments,
+        *left,
+        dg,
+        d_step,
+        d_skip,
+        plan.table,
+        scale,
+        *strides(dg),
+        *strides(d_step),
+        *strides(d_skip),
+        plan.T,
+        *plan.counts,
+        C=plan.chunk,
+        EXACT=plan.exact,
+        PULLS=plan.key_blocks,
+        BT=min(2048, triton.next_power_of_2(tokens)),
+        num_warps=8,
+        known=plan.launches,
+    )
