@@ -83,9 +83,16 @@ def check(B, T, H, K, V, dtype, gates, **options):
     check_inputs(*make(B, T, H, K, V, dtype, gates), **options)
 
 
-def check_inputs(q, k, v, g, d_o, entering, d_leaving, *, scale=0.3, **options):
+def check_inputs(q, k, v, g, d_o, entering, d_leaving, *, scale=0.3, group=1, **options):
     leaves = [x.double().requires_grad_() for x in (q, k, v, g, entering)]
-    o, final = recurrence(*leaves[:4], scale=scale, initial_state=leaves[4])
+    if group > 1:
+        # Gradients of q and k are those of every head of v.
+        q, k, g = (x[:, :, ::group].contiguous() for x in (q, k, g))
+        leaves[3] = g.double().requires_grad_()
+        wide = [x.double().repeat_interleave(group, 2).requires_grad_() for x in (q, k)]
+        leaves[:2] = wide
+    gates = leaves[3].repeat_interleave(group, 2)
+    o, final = recurrence(*leaves[:3], gates, scale=scale, initial_state=leaves[4])
     grads = torch.autograd.grad((o, final), leaves, (d_o.double(), d_leaving.double()))
     found = run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options)
     errors = {
@@ -106,6 +113,8 @@ def passes():
     # What bf16 has between its passes, which serves fp16 while no channel is strong.
     check(1, 100, 1, 16, 32, fp16, -0.1, packed=True, **small)
     check(1, 40, 1, 24, 40, fp16, 0.0, packed=True, **small)
+    check(2, 40, 4, 16, 16, fp16, -0.1, packed=True, group=2, **small)
+    check(1, 40, 4, 16, 16, fp32, "mixed", group=2, **small)
     check(1, 1, 1, 16, 16, fp32, -1.0, **small)
     check(2, 50, 2, 24, 40, fp32, -0.5, **small)
     check(1, 100, 1, 16, 16, fp32, "mixed", chunk=16, num_segments=7)

@@ -20,9 +20,9 @@ class DecayGradients(NamedTuple):
     """Gradients of one call, each in the dtype of what it belongs to.
 
     Attributes:
-        q, k: [B, T, H, K].
+        q, k: [B, T, H, K], those of every head of v.
         v: [B, T, H, V].
-        g: [B, T, H, K], or [B, T, H]; None without gates.
+        g: as the gates; None without.
         entering: [B, H, K, V], fp32.
         step, skip: [B, T, H]; None without them.
     """
@@ -77,7 +77,7 @@ def query_pass(
     entering: Tensor | None,
 ) -> QueryGradient:
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
-    dq, pull = torch.empty(q.shape, dtype=q.dtype, device=q.device), _new_pulls(plan, q)
+    dq, pull = new_rows(plan, q), _new_pulls(plan, q)
     _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering)
     return QueryGradient(dq, pull)
 
@@ -112,7 +112,7 @@ def gradient_passes(
         d_leaving: gradient of the state that leaves [B, H, K, V]; None for zeros.
         queries: from `query_pass`.
     """
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk, dv = new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
     d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
@@ -140,6 +140,12 @@ def gradient_passes(
     _strong_pairs(plan, q, k, v, g, d_o, dq, dk, dv, pairs_pull, scale, chunks)
     _gate_gradient(plan, query_pull, pull, pairs_pull, chunks.strong, crossing, dg)
     return DecayGradients(dq, dk, dv, dg, d_entering)
+
+
+def new_rows(plan: Plan, like: Tensor) -> Tensor:
+    """Return room for a row of the key dim for each token of each head of v."""
+    size = (plan.B, plan.T, plan.H, plan.K)
+    return torch.empty(size, dtype=like.dtype, device=like.device)
 
 
 def _new_pulls(plan: Plan, like: Tensor) -> Pulls:
@@ -201,6 +207,7 @@ def _gradient_walk(
         C=plan.chunk,
         BK=bk,
         BV=bv,
+        GROUP=plan.group,
         FORM=chunks.form,
         EXACT=plan.exact,
         LIMIT=plan.limit,
@@ -247,6 +254,7 @@ def _strong_pairs(
         LEVELS=C.bit_length() - 1,
         BK=bk,
         BV=bv,
+        GROUP=plan.group,
         FORM=plan.form,
         EXACT=plan.exact,
         num_warps=plan.pairs_bwd.num_warps,
@@ -268,7 +276,7 @@ def _gate_gradient(
     bk = min(plan.block_k, 64)
     launch(
         gate_gradient_kernel,
-        plan.heads * plan.num_segments * -(-plan.K // bk),
+        plan.heads // plan.group * plan.num_segments * -(-plan.K // bk),
         query_pull.blocks(bk),
         query_pull.margin,
         pull.blocks(bk),
@@ -282,6 +290,7 @@ def _gate_gradient(
         K=plan.K,
         C=plan.chunk,
         BK=bk,
+        GROUP=plan.group,
         EXACT=plan.exact,
         STAGES=4,
         num_warps=4,

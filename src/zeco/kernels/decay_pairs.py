@@ -6,7 +6,7 @@ decay up to it. Every exponent is a sum of log decays, hence <= 0. A token is in
 matrix x holds the rows of both kinds, and x xᵀ the level's pairs, mirrored.
 
 Few chunks may be flagged, or all: as many programs as run at once share the chunks of all heads out
-among them, and each looks at its flags many at a time.
+among them, and each looks at its flags many at a time. ``GROUP`` heads of v share one of q, k and g.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
@@ -155,6 +155,7 @@ def strong_pairs_fwd_kernel(
     LEVELS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -170,9 +171,9 @@ def strong_pairs_fwd_kernel(
                     own = tl.zeros([C], tl.float32)
                     scores = tl.zeros([C, C], tl.float32)
                     for kk in tl.range(0, K, BK):
-                        g = tl.trans(read_gates(g_desc, b, h, t, kk, C, BK, FORM))
-                        q = q_desc.load([b, h, t, kk]).reshape(C, BK)
-                        k = k_desc.load([b, h, t, kk]).reshape(C, BK)
+                        g = tl.trans(read_gates(g_desc, b, h // GROUP, t, kk, C, BK, FORM))
+                        q = q_desc.load([b, h // GROUP, t, kk]).reshape(C, BK)
+                        k = k_desc.load([b, h // GROUP, t, kk]).reshape(C, BK)
                         own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
                         _, x = _first_rows(q, k, g, C, FORM)
                         # Pipelined: a level's weights are fetched during the one before.
@@ -211,6 +212,7 @@ def strong_pairs_bwd_kernel(
     LEVELS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -238,9 +240,9 @@ def strong_pairs_bwd_kernel(
                     own = tl.zeros([C], tl.float32)
                     scores = tl.zeros([C, C], tl.float32)
                     for kk in tl.range(0, K, BK):
-                        g = tl.trans(read_gates(g_desc, b, h, t, kk, C, BK, FORM))
-                        q = q_desc.load([b, h, t, kk]).reshape(C, BK)
-                        k = k_desc.load([b, h, t, kk]).reshape(C, BK)
+                        g = tl.trans(read_gates(g_desc, b, h // GROUP, t, kk, C, BK, FORM))
+                        q = q_desc.load([b, h // GROUP, t, kk]).reshape(C, BK)
+                        k = k_desc.load([b, h // GROUP, t, kk]).reshape(C, BK)
                         own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
                         dq = same[:, None] * k.to(tl.float32)
                         dk = same[:, None] * q.to(tl.float32)

@@ -87,7 +87,7 @@ class Plan:
 
     Attributes:
         B, T, H, K, V: sizes.
-        group: heads of v that share one of q and k.
+        group: heads of v that share one of q, k and diagonal decays.
         chunk: tokens a chunk.
         num_segments: runs of chunks that programs walk side by side, breaks included.
         chunks_per_segment: most chunks a segment.
@@ -213,9 +213,10 @@ def make_plan(
     """Return the plan of a call.
 
     Args:
-        q: [B, T, H, K], as k; for `zeco.kernels.scalar` H may be a divisor of that of v.
+        q: [B, T, H, K], as k; H may be a divisor of that of v.
         v: [B, T, H, V].
-        g: gates [B, T, H, K], or [B, T, H] or None for `zeco.kernels.scalar`.
+        g: gates [B, T, H, K], as many heads as q; for `zeco.kernels.scalar` [B, T, H], as many as v, or
+            None.
         num_segments: overrides the number of segments that fills the device.
         chunk: overrides the tokens a chunk.
         ranges: for packed documents, the first chunk of every piece and one past its last.

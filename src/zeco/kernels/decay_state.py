@@ -78,6 +78,7 @@ def state_fwd_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -88,7 +89,8 @@ def state_fwd_kernel(
     """Sum ``x yᵀ`` over a segment's tokens, decayed to its end (ADJOINT: to its start).
 
     x, y are k, v, or q, dO for the adjoint. Walked from the end that the decay is relative to, so that
-    the sum is never rescaled. On the way it leaves each chunk's total, the ratio that the walking
+    the sum is never rescaled. ``GROUP`` heads of v share one of q, k and g. On the way it leaves each
+    chunk's total, the ratio that the walking
     passes scale states by after a chunk, whether any channel is strong, and (PACKED) what rows are
     scaled by.
     """
@@ -113,8 +115,8 @@ def state_fwd_kernel(
             c = first + step
         else:
             c = stop - 1 - step
-        g = read_gates(g_desc, b, h, c * C, kb * BK, C, BK, FORM)
-        x = tl.trans(x_desc.load([b, h, c * C, kb * BK]).reshape(C, BK))
+        g = read_gates(g_desc, b, h // GROUP, c * C, kb * BK, C, BK, FORM)
+        x = tl.trans(x_desc.load([b, h // GROUP, c * C, kb * BK]).reshape(C, BK))
         y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
         sums = sum_gates(g, weights, FORM)
         scaled = (x.to(tl.float32) * power(sums + passed[:, None])).to(y.dtype)
@@ -124,13 +126,14 @@ def state_fwd_kernel(
         at = (bh.to(tl.int64) * num_chunks + c) * K + rows
         half = half_decay(total, LIMIT)
         if V_BLOCKS == 1 or vb == 0:
-            if PACKED:
+            if PACKED and (GROUP == 1 or h % GROUP == 0):
                 if ADJOINT:
                     middle = sums - 0.5 * total[:, None]
                 else:
                     middle = 0.5 * total[:, None] - sums
                 scales = pack(power(scale_exponent(middle, total, LIMIT)))
-                scales_desc.store([b, h, c * C, kb * BK], tl.trans(scales).reshape(1, 1, C, BK))
+                at_desc = [b, h // GROUP, c * C, kb * BK]
+                scales_desc.store(at_desc, tl.trans(scales).reshape(1, 1, C, BK))
             tl.store(total_ptr + at, total, mask=in_k)
             # The ratio after a chunk belongs to it and its successor; the last of a segment has none.
             if ADJOINT:

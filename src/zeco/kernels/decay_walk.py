@@ -6,7 +6,8 @@ the state enters the matrix units from registers. A chunk with a strong channel 
 `zeco.kernels.decay_pairs`.
 
 What bounds a walk, besides its bytes, is one chunk's chain of products, each awaited, so work that
-doesn't hang on the state is made a chunk ahead or left to run on into the next.
+doesn't hang on the state is made a chunk ahead or left to run on into the next. ``GROUP`` heads of v
+share one of q, k and the gates.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
@@ -43,25 +44,57 @@ def _scaled_rows(
     SCALE: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     LIMIT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Return the rows x and z [C, BK] of chunk c as its products take them."""
     t = c * C
-    x = x_desc.load([b, h, t, 0]).reshape(C, BK)
-    z = z_desc.load([b, h, t, 0]).reshape(C, BK)
+    shared = h // GROUP
+    x = x_desc.load([b, shared, t, 0]).reshape(C, BK)
+    z = z_desc.load([b, shared, t, 0]).reshape(C, BK)
     # Sums of gates come out channels first.
     TURN: tl.constexpr = FORM != 3
     if TURN:
         x, z = tl.trans(x), tl.trans(z)
     if REVERSE:
         columns, rows, _, _ = scale_rows(
-            z, x, scales_desc, b, h, t, 0, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, not TURN
+            z,
+            x,
+            scales_desc,
+            b,
+            h // GROUP,
+            t,
+            0,
+            total_ptr,
+            ks,
+            in_k,
+            SCALE,
+            C,
+            BK,
+            FORM,
+            LIMIT,
+            not TURN,
         )
     else:
         rows, columns, _, _ = scale_rows(
-            x, z, scales_desc, b, h, t, 0, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, not TURN
+            x,
+            z,
+            scales_desc,
+            b,
+            h // GROUP,
+            t,
+            0,
+            total_ptr,
+            ks,
+            in_k,
+            SCALE,
+            C,
+            BK,
+            FORM,
+            LIMIT,
+            not TURN,
         )
     if TURN:
         rows, columns = tl.trans(rows), tl.trans(columns)
@@ -93,6 +126,7 @@ def output_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -135,8 +169,8 @@ def output_walk_kernel(
     if stop > first:
         row = (chunk_rows + start) * K
         rows, columns = _scaled_rows(
-            x_desc, z_desc, scales_desc, b, h, start, total_ptr + row, ks, in_k, SCALE, C, BK, FORM,
-            LIMIT, REVERSE,
+            x_desc, z_desc, scales_desc, b, h, start, total_ptr + row, ks, in_k, SCALE, C, BK, GROUP,
+            FORM, LIMIT, REVERSE,
         )  # fmt: skip
         flag = tl.load(strong_ptr + chunk_rows + start)
         for step in tl.range(0, stop - first, num_stages=STAGES):
@@ -163,7 +197,7 @@ def output_walk_kernel(
             row = (chunk_rows + following) * K
             rows, columns = _scaled_rows(
                 x_desc, z_desc, scales_desc, b, h, following, total_ptr + row, ks, in_k, SCALE, C, BK,
-                FORM, LIMIT, REVERSE,
+                GROUP, FORM, LIMIT, REVERSE,
             )  # fmt: skip
             flag = tl.load(strong_ptr + chunk_rows + following)
     # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
@@ -196,23 +230,27 @@ def _gradient_rows(
     SCALE: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     LIMIT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Return (z as products take it, a scaled in its dtype, what gradients are scaled by) [BK, C]."""
     t = c * C
-    z = tl.trans(z_desc.load([b, h, t, kb * BK]).reshape(C, BK))
-    a = tl.trans(a_desc.load([b, h, t, kb * BK]).reshape(C, BK))
+    shared = h // GROUP
+    z = tl.trans(z_desc.load([b, shared, t, kb * BK]).reshape(C, BK))
+    a = tl.trans(a_desc.load([b, shared, t, kb * BK]).reshape(C, BK))
     # The rows' own numbers are rounded as in the other walk's columns: so a pair's two pulls are equal
     # and cancel, and so do those of a token with itself.
     if REVERSE:
         columns, own, _, outer = scale_rows(
-            z, a, scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, False
+            z, a, scales_desc, b, shared, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT,
+            False,
         )  # fmt: skip
     else:
         own, columns, outer, _ = scale_rows(
-            a, z, scales_desc, b, h, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, False
+            a, z, scales_desc, b, shared, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT,
+            False,
         )  # fmt: skip
     return columns, own, outer
 
@@ -248,6 +286,7 @@ def gradient_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -294,7 +333,7 @@ def gradient_walk_kernel(
     near = tl.minimum(tl.maximum(start, 0), num_chunks - 1)
     columns, own, outer = _gradient_rows(
         z_desc, a_desc, scales_desc, b, h, near, total_ptr + (chunk_rows + near) * K, kb, ks, in_k,
-        SCALE, C, BK, FORM, LIMIT, REVERSE,
+        SCALE, C, BK, GROUP, FORM, LIMIT, REVERSE,
     )  # fmt: skip
     flag = tl.load(strong_ptr + chunk_rows + start, mask=stop > first, other=0)
     for step in tl.range(0, stop - first, num_stages=STAGES):
@@ -343,7 +382,7 @@ def gradient_walk_kernel(
         near = tl.minimum(tl.maximum(following, 0), num_chunks - 1)
         columns, own, outer = _gradient_rows(
             z_desc, a_desc, scales_desc, b, h, near, total_ptr + (chunk_rows + near) * K, kb, ks, in_k,
-            SCALE, C, BK, FORM, LIMIT, REVERSE,
+            SCALE, C, BK, GROUP, FORM, LIMIT, REVERSE,
         )  # fmt: skip
         ratio = next_ratio
         flag = next_flag

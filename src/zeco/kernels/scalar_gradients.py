@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from zeco.kernels.decay import States
-from zeco.kernels.decay_gradients import DecayGradients, Pulls, QueryGradient
+from zeco.kernels.decay_gradients import DecayGradients, Pulls, QueryGradient, new_rows
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
 from zeco.kernels.scalar import Sums, strides, walk
@@ -31,7 +31,7 @@ def query_pass(
     entering: Tensor | None,
 ) -> QueryGradient:
     """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
-    dq, pull = _new_rows(plan, q), _new_pulls(plan, q, sums)
+    dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums)
     _gradient_walk(plan, d_o, v, k, q, sums, dq, pull, None, scale, states, entering)
     return QueryGradient(dq, pull)
 
@@ -58,7 +58,7 @@ def gradient_passes(
 
     Those of gates, steps and skips are left out where g, step or skip is None.
     """
-    dk, dv = _new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dk, dv = new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dg, d_step, d_skip = (
         None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for x in (g, step, skip)
@@ -81,12 +81,6 @@ def gradient_passes(
         left = (queries.pull, pull, crossing, key_query, value_gradient, sums.values)
         _gate_gradient(plan, left, scale, dg, d_step, d_skip)
     return DecayGradients(queries.q, dk, dv, dg, d_entering, d_step, d_skip)
-
-
-def _new_rows(plan: Plan, like: Tensor) -> Tensor:
-    """Return room for a row of the key dim for each token of each head of values."""
-    size = (plan.B, plan.T, plan.H, plan.K)
-    return torch.empty(size, dtype=like.dtype, device=like.device)
 
 
 def _new_tokens(plan: Plan, device: torch.device, parts: int = 1) -> Tensor:

@@ -58,10 +58,8 @@ class TritonDecaySegment(Segment):
         self.rows, self.slices = rows, slices = found.rows, found.slices
         dtype = found.dtype
         q = _cast(q if self.sign == 1.0 else q * self.sign, dtype)
-        q, k = rows.spread(q, rows.queries), rows.spread(_cast(k, dtype), rows.keys)
-        if self._diagonal:
-            q, k = slices.repeat(q), slices.repeat(k)
-        self.q, self.k = _ready(q), _ready(k)
+        self.q = _ready(rows.spread(q, rows.queries))
+        self.k = _ready(rows.spread(_cast(k, dtype), rows.keys))
         self.v = _ready(slices.cut(rows.spread(_cast(v, dtype), rows.keys)))
         self.g = None if g is None else self._as_gates(g)
         # What weighs tokens has the layout of one gate a head.
@@ -88,8 +86,8 @@ class TritonDecaySegment(Segment):
 
     def _as_gates(self, g: Tensor) -> Tensor:
         g = g.float() if g.dtype == torch.float16 else g
-        g = self.slices.repeat(self.rows.spread(g, self.rows.keys))
-        return _ready(g) if g.ndim == 4 else g
+        g = self.rows.spread(g, self.rows.keys)
+        return _ready(g) if g.ndim == 4 else self.slices.repeat(g)
 
     @property
     def _diagonal(self) -> bool:

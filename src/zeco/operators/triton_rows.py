@@ -10,7 +10,7 @@ from its second::
     keys      |  _  0  1  2 | _  3  _  _ |        _ zero rows, which leave a state as it is
 
 *Slices.* The columns of a state don't mix. More of them than the kernels take become further heads,
-for which queries, keys and gates are repeated and their gradients summed. Their number is brought to a
+which share queries, keys and gates and whose gradients are summed. Their number is brought to a
 multiple of 8 with zeros, which rows of 16 bytes need.
 """
 
@@ -79,8 +79,12 @@ class DecayOptions(Protocol):
 
 def add_heads(gradient: Tensor, heads: int) -> Tensor:
     """Sum gradients [B, R, H·n, ...] over those n that are one head's, in fp32."""
-    if gradient.shape[2] == heads:
+    count = gradient.shape[2] // heads
+    if count == 1:
         return gradient
+    if count == 2:
+        # Rounded once, as their sum in fp32 would be.
+        return gradient[:, :, ::2] + gradient[:, :, 1::2]
     return gradient.unflatten(2, (heads, -1)).sum(3, dtype=torch.float32)
 
 
@@ -178,7 +182,7 @@ class Slices:
     width: int
 
     def repeat(self, x: Tensor) -> Tensor:
-        """Give queries, keys or gates [B, R, H, K] a copy for each slice, [B, R, H·n, K]."""
+        """Give numbers of each token [B, R, H] a copy for each slice, [B, R, H·n]."""
         return x if self.count == 1 else repeat_heads(x, x.shape[2] * self.count)
 
     def cut(self, values: Tensor) -> Tensor:
