@@ -181,7 +181,7 @@ def compare_with_torch(name, T, H, K, V, gates="weak", cu_seqlens=None):
         options["cu_seqlens"] = torch.tensor(cu_seqlens, device="cuda")
     documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     tensors["initial_state"] = torch.randn(documents, H, K, V, device="cuda")
-    # What gradients of the outputs are rounded to, the gradient of ssd's A, a sum that cancels, would show.
+    # Rounded already: the gradient of ssd's A, a sum that cancels, would show what rounding them does.
     d_o = torch.randn(1, T, H, V, device="cuda").bfloat16().float()
     weights = d_o, torch.randn(documents, H, K, V, device="cuda")
     found = call_and_differentiate(operator, tensors, weights, backend="triton", **options)

@@ -48,8 +48,8 @@ def gate_gradient_kernel(
     in_k = ks < K
     carried = tl.zeros([BK], tl.float32)
     for member in tl.static_range(GROUP):
-        bh = shared.to(tl.int64) * GROUP + member
-        crossing_at = crossing_ptr + (bh * num_segments + segment) * K + ks
+        bh = shared * GROUP + member
+        crossing_at = crossing_ptr + (bh.to(tl.int64) * num_segments + segment) * K + ks
         carried += tl.load(crossing_at, mask=in_k & (stop > first), other=0.0)
     i = tl.arange(0, C)
     before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
