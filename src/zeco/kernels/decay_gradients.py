@@ -10,9 +10,9 @@ from torch import Tensor
 
 from zeco.kernels.decay import Chunks, States, pair_blocks, walk
 from zeco.kernels.decay_gate_gradient import gate_gradient_kernel
+from zeco.kernels.decay_gradient_walk import gradient_walk_kernel
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
-from zeco.kernels.decay_walk import gradient_walk_kernel
 from zeco.kernels.launch import Blocks, describe, launch
 
 

@@ -279,7 +279,7 @@ def scalar_gradient_walk_kernel(
     if there is room for them also each token's own product y·x, unscaled, [B·H, N, C].
 
     So it does, with the other walk's states, for the weight of all paths that cross each segment's start
-    [blocks, B·H, S], as `zeco.kernels.decay_walk.gradient_walk_kernel`. With two ``PIECES`` the state
+    [blocks, B·H, S], as `zeco.kernels.decay_gradient_walk`. With two ``PIECES`` the state
     enters its product, and rows enter the state, in two pieces of 16 bits.
     """
     kb, segment, bh, b, h, first, stop = find_place(
