@@ -273,10 +273,12 @@ def _gate_gradient(
     crossing: Tensor,
     dg: Tensor,
 ) -> None:
-    bk = min(plan.block_k, 64)
+    bk, walkers = min(plan.block_k, 64), plan.heads // plan.group * plan.num_segments
+    if walkers * -(-plan.K // bk) < plan.multiprocessors:
+        bk = min(bk, 32)
     launch(
         gate_gradient_kernel,
-        plan.heads // plan.group * plan.num_segments * -(-plan.K // bk),
+        walkers * -(-plan.K // bk),
         query_pull.blocks(bk),
         query_pull.margin,
         pull.blocks(bk),
@@ -292,7 +294,8 @@ def _gate_gradient(
         BK=bk,
         GROUP=plan.group,
         EXACT=plan.exact,
-        STAGES=4,
+        # Each head of a group has loads of its own.
+        STAGES=max(1, 4 // plan.group),
         num_warps=4,
         known=plan.launches,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from zeco.core.shapes import state_dtype
@@ -44,7 +47,10 @@ def retention(
     """
     if log_decay is None:
         heads = q.shape[2] if q.ndim == 4 else 1
-        log_decay = retnet_log_decay(heads, device=q.device).to(state_dtype(q, k, v))
+        # What is made during a capture holds nothing before the graph is replayed.
+        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        make = _published_log_decay.__wrapped__ if captured else _published_log_decay
+        log_decay = make(heads, state_dtype(q, k, v), q.device)
     return run_decay(
         "retention",
         "scalar",
@@ -60,3 +66,10 @@ def retention(
         sp=sp,
         backend=backend,
     )
+
+
+@lru_cache(maxsize=64)
+def _published_log_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return RetNet's decays, kept from call to call: to make them takes longer than to use them."""
+    with torch.inference_mode(False):
+        return retnet_log_decay(heads, device=device).to(dtype)

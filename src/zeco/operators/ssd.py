@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, cast
+
 from torch import Tensor
 
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import (
+    Signature,
     are_looked_at,
     check_heads,
     check_inputs,
+    check_no_nan,
     check_not_positive,
     common_dtype,
     documented,
+    signature_of,
 )
 from zeco.operators.decay_call import run_decay
 from zeco.operators.function import operator_call
@@ -51,20 +57,10 @@ def ssd(
     Source: Dao and Gu, Mamba-2, arXiv:2405.21060, listing 1 and section 7. States are [K, V]
     here, transposed against the published code; softplus and the bias of dt are the layer's.
     """
-    sizes = check_inputs(
-        "ssd",
-        {
-            "x": (x, "B T H V"),
-            "dt": (dt, "B T H"),
-            "A": (A, "H"),
-            "B": (B, "B T G K"),
-            "C": (C, "B T G K"),
-            "D": (D, "H"),
-        },
-        initial_state=initial_state,
-        sp=sp,
-    )
-    check_heads("ssd", sizes["H"], B=sizes["G"])
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "initial_state": initial_state}
+    _check(*map(signature_of, given.values()))
+    if sp is not None and sp.check:
+        check_no_nan("ssd", given)
     check_not_positive("ssd", "A", A, sp, remedy="pass A = -exp(A_log)")
     if are_looked_at(dt, sp):
         check_not_positive("ssd", "-dt", -dt, sp, remedy="apply softplus to dt first")
@@ -90,3 +86,19 @@ def ssd(
         skip=None if D is None else D.to(dtype).expand(step.shape),
         names=("C", "B", "x", "dt"),
     )
+
+
+@lru_cache(maxsize=256)
+def _check(*signatures: Signature | None) -> None:
+    """Check all of a call but values: the same for all calls alike."""
+    x, dt, A, B, C, D, initial_state = cast("tuple[Any, ...]", signatures)
+    layouts = {
+        "x": (x, "B T H V"),
+        "dt": (dt, "B T H"),
+        "A": (A, "H"),
+        "B": (B, "B T G K"),
+        "C": (C, "B T G K"),
+        "D": (D, "H"),
+    }
+    sizes = check_inputs("ssd", layouts, initial_state=initial_state, sp=None)
+    check_heads("ssd", sizes["H"], B=sizes["G"])
