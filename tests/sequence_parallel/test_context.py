@@ -12,6 +12,7 @@ import zeco
 from zeco.core.errors import ArgumentError
 from zeco.core.fabric import Fabric
 from zeco.core.fabric_file import fabric_to_dict
+from zeco.sequence_parallel.methods.ulysses import Ulysses
 from zeco.testing import run_processes, run_ranks
 
 B, T, H, K, V = 1, 70, 2, 8, 6
@@ -261,6 +262,23 @@ def test_ulysses_takes_shards_of_any_size_and_asks_for_them_unless_told():
         torch.testing.assert_close(o, zeco.ops.gla(**x)[0], rtol=1e-4, atol=1e-4)
     for (_, with_sizes), (_, without) in zip(asked, told, strict=True):
         assert with_sizes == without + 1
+
+
+def test_ulysses_repeats_shared_heads_that_do_not_divide():
+    keys = torch.randn(1, 6, 3, 2)  # three heads for six of the values: two ranks can't share them
+    queries, values = torch.randn(1, 6, 2, 2), torch.randn(1, 6, 6, 2)
+
+    def rank_function(transport):
+        exchange = Ulysses(transport, [((0, 3),), ((3, 6),)])
+        mine = slice(3 * transport.rank, 3 * transport.rank + 3)
+        states = torch.zeros(1, 6, 2, 2)
+        return exchange.to_heads([x[:, mine] for x in (queries, keys, values)], states)[0]
+
+    for rank, found in enumerate(run_ranks(2, rank_function, timeout_s=20)):
+        heads = slice(3 * rank, 3 * rank + 3)
+        expected = queries[:, :, rank : rank + 1], keys.repeat_interleave(2, 2)[:, :, heads]
+        for x, y in zip(found, (*expected, values[:, :, heads]), strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize(
