@@ -66,14 +66,19 @@ class Walk:
     stages: int
 
     def split(self, own: int, other: int) -> int:
-        """Return the channels of one dim a program holds, where all of the other are needed."""
-        return min(own, max(_ROW_BYTES // 2, self.numbers // other))
+        """Return the channels of one dim a program holds, where all of the other are needed.
+
+        At most 16 a warp, which are what a warp's products take at a time.
+        """
+        return min(own, max(_ROW_BYTES // 2, min(16 * self.num_warps, self.numbers // other)))
 
 
 # In 16 bits, the quickest of a few on an H200: two programs of 4 warps a multiprocessor where their
 # loads leave room, else one of 8.
 _WHOLE = Walk(_STATE_NUMBERS, num_warps=8, stages=3)
 _HALF = Walk(_STATE_NUMBERS // 2, num_warps=4, stages=2)
+# The same with all of more than 128 channels.
+_WIDE = Walk(_STATE_NUMBERS, num_warps=8, stages=2)
 # The same for K and V up to 64.
 _SMALL = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
 _SMALL_SCALAR_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
@@ -252,16 +257,14 @@ def _plan(
     warps = 8 if max(K, V) > 64 else 4
     if exact:
         output = gradient = Walk(_STATE_NUMBERS, warps, 1)
-    elif max(K, V) > 128:
-        # Loads take the more shared memory the more key channels there are beside few value channels.
-        output = Walk(_STATE_NUMBERS, warps, 2 if packed and diagonal else 1)
-        gradient = Walk(_STATE_NUMBERS, warps, 2 if packed and diagonal and V > 64 else 1)
     elif diagonal and not packed:
-        output = gradient = Walk(_STATE_NUMBERS, warps, 2)
+        output = gradient = Walk(_STATE_NUMBERS, warps, 1 if max(K, V) > 128 else 2)
     elif max(K, V) <= 64:
         output, gradient = _SMALL if diagonal else _SMALL_SCALAR_OUTPUT, _SMALL
     else:
-        output, gradient = _WHOLE if diagonal else _HALF, _HALF
+        # An output pass holds all key channels, a gradient pass all value channels.
+        output = _WIDE if K > 128 else _WHOLE if diagonal else _HALF
+        gradient = _WIDE if V > 128 else _HALF
     plan = Plan(
         B=B,
         T=T,

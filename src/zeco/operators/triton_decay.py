@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from zeco.kernels.decay_plan import Plan
     from zeco.kernels.scalar import Sums
 
-# States at the boundaries of segments are kept for the backward pass up to this part of the inputs.
-_KEPT_PART = 1 / 8
+# States at the boundaries of segments are kept for the backward pass up to this part of the values.
+_KEPT_PART = 3 / 8
 
 
 @cache
@@ -227,8 +227,7 @@ class TritonDecaySegment(Segment):
     def keep(self) -> tuple[Tensor, ...]:
         """Return the states at the boundaries of segments, if they are few."""
         states = self._states
-        inputs = self.q.nbytes + self.k.nbytes + self.v.nbytes
-        if states is None or states.nbytes > _KEPT_PART * inputs:
+        if states is None or states.nbytes > _KEPT_PART * self.v.nbytes:
             return ()
         return (states.states, states.passed, states.log_decay)
 
@@ -324,7 +323,8 @@ class TritonDecaySegment(Segment):
             if given is None or x is None:
                 arranged.append(None)
                 continue
-            x = rows.collect(add_heads(x, given.shape[2]), rows.keys if i else rows.queries)
+            x = add_heads(x, given.shape[2], given.dtype)
+            x = rows.collect(x, rows.keys if i else rows.queries)
             arranged.append(_cast(x, given.dtype))
         return tuple(arranged)
 

@@ -77,15 +77,14 @@ class DecayOptions(Protocol):
         ...
 
 
-def add_heads(gradient: Tensor, heads: int) -> Tensor:
-    """Sum gradients [B, R, H·n, ...] over those n that are one head's, in fp32."""
+def add_heads(gradient: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Sum gradients [B, R, H·n, ...] over those n that are one head's; rounded once."""
     count = gradient.shape[2] // heads
     if count == 1:
         return gradient
-    if count == 2:
-        # Rounded once, as their sum in fp32 would be.
-        return gradient[:, :, ::2] + gradient[:, :, 1::2]
-    return gradient.unflatten(2, (heads, -1)).sum(3, dtype=torch.float32)
+    if count == 2 and gradient.dtype == dtype:
+        return gradient[:, :, ::2] + gradient[:, :, 1::2]  # in half the time
+    return gradient.unflatten(2, (heads, -1)).sum(3, dtype=dtype)
 
 
 def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
