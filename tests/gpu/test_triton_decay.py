@@ -70,7 +70,7 @@ def check(B, T, H, K, V, dtype, gates, gate_dtype=torch.float32, **options):
     )
     found = run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options)
     errors = {name: relative(found[name], expected[name]) for name in expected}
-    assert all(e < BOUNDS[dtype] for e in errors.values()), errors
+    assert all(e < BOUNDS[dtype] for e in errors.values()), str(errors)
     return errors
 
 
@@ -208,6 +208,19 @@ def test_one_decay_a_head_for_every_decay(gates):
 @pytest.mark.parametrize("sizes", [(64, 512), (256, 264), (24, 17)], ids=str)
 def test_any_number_of_columns(name, sizes):
     print(name, sizes, compare_with_torch(name, 200, 2, *sizes))
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "linear_attention"])
+def test_shared_heads_of_queries_and_keys(name):
+    operator, tensors = make_call(name, 300, 6, 64, 136, "weak")
+    for shared in ("q", "k"):
+        tensors[shared] = tensors[shared][:, :, ::3].contiguous()
+    weights = torch.randn(1, 300, 6, 136, device="cuda").bfloat16().float(), 1.0
+    found = call_and_differentiate(operator, tensors, weights, backend="triton")
+    wide = {x: t.double() for x, t in tensors.items()}
+    expected = call_and_differentiate(operator, wide, weights, backend="torch")
+    errors = {x: relative(found[x], expected[x]) for x in expected}
+    assert all(e < BOUNDS[torch.bfloat16] for e in errors.values()), str(errors)
 
 
 @pytest.mark.parametrize("name", ["gla", "simple_gla", "ssd"])

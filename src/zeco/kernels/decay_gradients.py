@@ -273,9 +273,8 @@ def _gate_gradient(
     crossing: Tensor,
     dg: Tensor,
 ) -> None:
-    bk, walkers = min(plan.block_k, 64), plan.heads // plan.group * plan.num_segments
-    if walkers * -(-plan.K // bk) < plan.multiprocessors:
-        bk = min(bk, 32)
+    walkers = plan.heads // plan.group * plan.num_segments
+    bk = min(plan.block_k, 64 if plan.group == 1 else 32)
     launch(
         gate_gradient_kernel,
         walkers * -(-plan.K // bk),
@@ -295,7 +294,7 @@ def _gate_gradient(
         GROUP=plan.group,
         EXACT=plan.exact,
         # Each head of a group has loads of its own.
-        STAGES=max(1, 4 // plan.group),
+        STAGES=max(1, min(4, 8 // plan.group)),
         num_warps=4,
         known=plan.launches,
     )

@@ -18,7 +18,7 @@ from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
 from zeco.operators.segment import Gradients, Inputs, Segment
-from zeco.operators.triton_rows import DecayOptions, add_heads, arrange
+from zeco.operators.triton_rows import DecayOptions, arrange
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
@@ -34,12 +34,14 @@ _KEPT_PART = 3 / 8
 def _launchers() -> Any:
     """Return the modules that launch kernels; Triton, which they import, need not be installed."""
     from zeco.kernels import decay, decay_gradients, scalar, scalar_gradients
+    from zeco.kernels.head_sums import head_sums
 
     return SimpleNamespace(
         decay=decay,
         decay_gradients=decay_gradients,
         scalar=scalar,
         scalar_gradients=scalar_gradients,
+        head_sums=head_sums,
     )
 
 
@@ -323,7 +325,9 @@ class TritonDecaySegment(Segment):
             if given is None or x is None:
                 arranged.append(None)
                 continue
-            x = add_heads(x, given.shape[2], given.dtype)
+            if x.shape[2] != given.shape[2]:
+                add = _launchers().head_sums
+                x = add(x.contiguous(), given.shape[2], given.dtype, self.plan.launches)
             x = rows.collect(x, rows.keys if i else rows.queries)
             arranged.append(_cast(x, given.dtype))
         return tuple(arranged)

@@ -9,8 +9,8 @@ from its second::
     queries   |  0  1  2  _ | 3  _  _  _ |
     keys      |  _  0  1  2 | _  3  _  _ |        _ zero rows, which leave a state as it is
 
-*Slices.* The columns of a state don't mix. More of them than the kernels take become further heads,
-which share queries, keys and gates and whose gradients are summed. Their number is brought to a
+*Slices.* The columns of a state don't mix. More of them than programs hold side by side become further
+heads, which share queries, keys and gates and whose gradients are summed. Their number is brought to a
 multiple of 8 with zeros, which rows of 16 bytes need.
 """
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Ranges = tuple[tuple[int, int], ...]
 
+# More of them a head take longer than two heads with half of them each.
+_MOST_COLUMNS = 128
 # Few: with packed documents each holds two numbers a token on the device.
 _KEPT = 16
 
@@ -75,16 +77,6 @@ class DecayOptions(Protocol):
     def state_shape(self, inputs: Inputs) -> tuple[int, int, int, int]:
         """Return [B, H, K, V] of the states."""
         ...
-
-
-def add_heads(gradient: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Sum gradients [B, R, H·n, ...] over those n that are one head's; rounded once."""
-    count = gradient.shape[2] // heads
-    if count == 1:
-        return gradient
-    if count == 2 and gradient.dtype == dtype:
-        return gradient[:, :, ::2] + gradient[:, :, 1::2]  # in half the time
-    return gradient.unflatten(2, (heads, -1)).sum(3, dtype=dtype)
 
 
 def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
@@ -219,8 +211,8 @@ class Slices:
 def make_slices(V: int, most: int) -> Slices:
     """Cut V columns into the fewest slices of at most ``most``, a multiple of 8 wide.
 
-    >>> make_slices(264, 256)
-    Slices(V=264, count=2, width=136)
+    >>> make_slices(136, 128)
+    Slices(V=136, count=2, width=72)
     """
     count = -(-V // most)
     return Slices(V, count, -(-V // (8 * count)) * 8)
@@ -263,7 +255,7 @@ def arrange(
         raise UnsupportedError(
             f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
         )
-    from zeco.kernels.decay_plan import chunk_of, max_dim
+    from zeco.kernels.decay_plan import chunk_of
 
     rows = make_rows(pieces, chunk_of(dtype), operator.strict, device)
-    return Arrangement(dtype, rows, make_slices(V, max_dim(dtype)), operator.scale)
+    return Arrangement(dtype, rows, make_slices(V, _MOST_COLUMNS), operator.scale)
