@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from zeco import ops
+from zeco.core import captures
 from zeco.core.errors import ArgumentError, UnsupportedError
 from zeco.operators import backends, fla_check
 from zeco.operators.backends import choose_backend
@@ -31,6 +32,27 @@ bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "rwkv7"])
 def test_interpreted_kernels(name: str, run_interpreted: Callable[[Path, str], None]) -> None:
     run_interpreted(CASES, name)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("triton", "fla")),
+    reason="the packages triton and fla-core are missing; install zeco-sp[gpu]",
+)
+@pytest.mark.filterwarnings("ignore")  # of FLA, about what is missing here
+def test_the_offsets_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fla.ops.utils import prepare_chunk_offsets
+
+    from zeco.operators import fla_dplr_passes
+
+    monkeypatch.setattr(captures, "_held", {})
+    for module in (captures, fla_dplr_passes):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    passes = fla_dplr_passes.DplrPasses.__new__(fla_dplr_passes.DplrPasses)
+    passes.runs = make_runs((0, 300, 310), 2, passes.CHUNK, CPU)
+    passes._hold_offsets()
+    # What FLA's passes are given next is what was kept, not another tensor with the same numbers.
+    (kept,) = captures._held.values()
+    assert prepare_chunk_offsets(passes.runs.cu_seqlens, passes.CHUNK) is kept
 
 
 @pytest.mark.parametrize("bounds", [(0, 1), (0, 0), (0, 64, 64, 1000, 1001), (0, 4096, 8192)])

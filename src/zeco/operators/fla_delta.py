@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from zeco.core.captures import hold
 from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Dense, Reset, Transition
@@ -76,7 +77,7 @@ class FlaDeltaSegment(Segment):
         bounds = self.pieces.bounds
         if self.B > 1:
             bounds = tuple(b * self.T for b in range(self.B + 1))
-        return make_runs(bounds, max(1, length), chunk, self.device)
+        return hold(make_runs(bounds, max(1, length), chunk, self.device), self.device)
 
     @cached_property
     def _passes(self) -> Passes:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
+from zeco.core.captures import hold, is_capturing
 from zeco.operators.fla_passes import PER_LN2, Passes, PassGradients, call_fla, taken
 from zeco.operators.fla_runs import Runs
 from zeco.operators.segment import Inputs
@@ -123,9 +124,17 @@ class DplrPasses(Passes):
         )
         return self._with_reach(*found)
 
+    def _hold_offsets(self) -> None:
+        """Keep the offsets of chunks that passes over states make, and FLA for its last few layouts."""
+        cuts = self.runs.cu_seqlens
+        if is_capturing(cuts.device):
+            offsets = call_fla("ops.utils", "prepare_chunk_offsets", cuts, self.CHUNK)
+            hold(offsets, cuts.device)
+
     def _states(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state that enters each chunk, x of the tokens, and the runs' ends."""
         s = self._solve()
+        self._hold_offsets()
         return self._call(
             "chunk_h_fwd",
             "chunk_dplr_fwd_h",
@@ -189,6 +198,7 @@ class DplrPasses(Passes):
             A_qb=s.scores,
             scale=self.scale,
         )
+        self._hold_offsets()
         dh, d_starts, dx = self._call(
             "chunk_h_bwd",
             "chunk_dplr_bwd_dhu",

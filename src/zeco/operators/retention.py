@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from zeco.core.captures import is_capturing
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import documented
 from zeco.operators.decay_call import expand_log_decay, retnet_log_decay, run_decay
@@ -48,8 +49,8 @@ def retention(
     if log_decay is None:
         heads = q.shape[2] if q.ndim == 4 else 1
         # What is made during a capture holds nothing before the graph is replayed.
-        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        make = _published_log_decay.__wrapped__ if captured else _published_log_decay
+        make = _published_log_decay
+        make = make.__wrapped__ if is_capturing(q.device) else make
         log_decay = make(heads, state_dtype(q, k, v), q.device)
     return run_decay(
         "retention",

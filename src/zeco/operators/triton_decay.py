@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from zeco.core.captures import hold
 from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
@@ -56,6 +57,7 @@ class TritonDecaySegment(Segment):
         q, k, v, g = cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", inputs[:4])
         dtypes = (q.dtype, k.dtype, v.dtype, None if g is None else g.dtype)
         found = arrange(operator, pieces, (k.shape, v.shape), dtypes, q.device)
+        hold(found, q.device)
         self._arrangement, self.scale, self.sign = found, found.scale, found.sign
         self.rows, self.slices = rows, slices = found.rows, found.slices
         dtype = found.dtype
