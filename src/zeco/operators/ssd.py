@@ -47,7 +47,8 @@ def ssd(
 
     Args:
         x: inputs [B, T, H, V].
-        dt: step sizes after softplus, [B, T, H], >= 0.
+        dt: step sizes after softplus, [B, T, H], >= 0; where values aren't looked at, on a GPU, others
+            give NaN.
         A: decay rates [H], <= 0.
         B: input projections [B, T, G, K]; each of the G groups serves H / G heads.
         C: output projections [B, T, G, K].
