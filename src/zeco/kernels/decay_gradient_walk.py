@@ -121,14 +121,13 @@ def gradient_walk_kernel(
     chunk_rows = bh.to(tl.int64) * num_chunks
 
     i = tl.arange(0, C)
+    mask = pair_mask(C, 0, REVERSE, EXACT)
     if REVERSE:
         boundary = segment + 1
         start = stop - 1
-        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
         start = first
-        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
     )

@@ -268,3 +268,38 @@ def entering_state(
         entering = tl.load(entering_ptr + bh.to(tl.int64) * K * V + within, mask=seen, other=0.0)
         state += tl.exp2(passed) * entering
     return state
+
+
+@triton.jit
+def store_leaving(
+    edge_ptr,
+    state_ptr,
+    passed_ptr,
+    entering_ptr,
+    bh,
+    segment,
+    heads,
+    num_segments,
+    rows,
+    cols,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Store what leaves the rank [B·H, K, V], if this is its last segment, or in reverse its first.
+
+    It comes from the map itself and not from the walk, so that neighbours agree on it to the bit.
+    """
+    if REVERSE:
+        edge = 0
+        at_edge = segment == 0
+    else:
+        edge = num_segments
+        at_edge = segment == num_segments - 1
+    if at_edge:
+        leaving = entering_state(
+            state_ptr, passed_ptr, entering_ptr, bh, edge, heads, rows, cols, K, V, False
+        )
+        within = bh.to(tl.int64) * K * V + rows[None, :] * V + cols[:, None]
+        inside = (rows < K)[None, :] & (cols < V)[:, None]
+        tl.store(edge_ptr + within, leaving, mask=inside)

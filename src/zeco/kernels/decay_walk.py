@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.decay_state import entering_state, find_place
+from zeco.kernels.decay_state import entering_state, find_place, store_leaving
 from zeco.kernels.products import (
     add_product,
     keep_pairs,
@@ -144,15 +144,13 @@ def output_walk_kernel(
     in_k = ks < K
     chunk_rows = bh.to(tl.int64) * num_chunks
 
-    i = tl.arange(0, C)
+    mask = pair_mask(C, 0, REVERSE, EXACT)
     if REVERSE:
         boundary = segment + 1
         start = stop - 1
-        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
         start = first
-        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, False
     )
@@ -196,16 +194,7 @@ def output_walk_kernel(
                 GROUP, FORM, LIMIT, REVERSE,
             )  # fmt: skip
             flag = tl.load(strong_ptr + chunk_rows + following)
-    # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
-    if REVERSE:
-        edge = 0
-        at_edge = segment == 0
-    else:
-        edge = num_segments
-        at_edge = segment == num_segments - 1
-    if at_edge:
-        leaving = entering_state(
-            state_ptr, passed_ptr, entering_ptr, bh, edge, heads, ks, vs, K, V, False
-        )
-        within = bh.to(tl.int64) * K * V + ks[None, :] * V + vs[:, None]
-        tl.store(edge_ptr + within, leaving, mask=in_k[None, :] & (vs < V)[:, None])
+    store_leaving(
+        edge_ptr, state_ptr, passed_ptr, entering_ptr, bh, segment, heads, num_segments, ks, vs, K, V,
+        REVERSE,
+    )  # fmt: skip

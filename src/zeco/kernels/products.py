@@ -31,8 +31,17 @@ def add_product(accumulator, x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
-def pair_mask(seen, EXACT: tl.constexpr):
-    """Return which pairs are seen as `keep_pairs` takes it."""
+def pair_mask(C: tl.constexpr, NEAREST: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Return which pairs of a chunk's tokens a walk sees [C, C], as `keep_pairs` takes it.
+
+    Those of a token with itself (NEAREST 0) or only with ones before it (1), which are in rows; in
+    reverse later ones are.
+    """
+    i = tl.arange(0, C)
+    if REVERSE:
+        seen = i[:, None] >= i[None, :] + NEAREST
+    else:
+        seen = i[:, None] + NEAREST <= i[None, :]
     if EXACT or INTERPRETED:
         return seen
     else:

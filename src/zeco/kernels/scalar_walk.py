@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.decay_state import entering_state, find_place
+from zeco.kernels.decay_state import entering_state, find_place, store_leaving
 from zeco.kernels.gate_sums import power
 from zeco.kernels.products import (
     add_product,
@@ -175,12 +175,11 @@ def scalar_output_walk_kernel(
     vs = vb * BV + tl.arange(0, BV)
     size = tl.cast(heads, tl.int64) * num_chunks * C
     i = tl.arange(0, C)
+    mask = pair_mask(C, 0, REVERSE, EXACT)
     if REVERSE:
         boundary = segment + 1
-        mask = pair_mask(i[:, None] >= i[None, :], EXACT)
     else:
         boundary = segment
-        mask = pair_mask(i[:, None] <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, False
     )
@@ -221,19 +220,10 @@ def scalar_output_walk_kernel(
         state *= power(total_high + total_low)
         weighted = (y.to(tl.float32) * column_weight[None, :]).to(y.dtype)
         state = add_product(state, arranged_as(weighted, o), z, EXACT)
-    # What leaves the rank comes from the map itself, so that neighbours agree on it to the bit.
-    if REVERSE:
-        edge = 0
-        at_edge = segment == 0
-    else:
-        edge = num_segments
-        at_edge = segment == num_segments - 1
-    if at_edge:
-        leaving = entering_state(
-            state_ptr, passed_ptr, entering_ptr, bh, edge, heads, ks, vs, K, V, False
-        )
-        within = bh.to(tl.int64) * K * V + ks[None, :] * V + vs[:, None]
-        tl.store(edge_ptr + within, leaving, mask=(ks < K)[None, :] & (vs < V)[:, None])
+    store_leaving(
+        edge_ptr, state_ptr, passed_ptr, entering_ptr, bh, segment, heads, num_segments, ks, vs, K, V,
+        REVERSE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -291,12 +281,11 @@ def scalar_gradient_walk_kernel(
     i = tl.arange(0, C)
     # With gates without a token's own pair: it crosses no decay, and may be far above those that do.
     NEAREST: tl.constexpr = 0 if sums_ptr is None else 1
+    mask = pair_mask(C, NEAREST, REVERSE, EXACT)
     if REVERSE:
         boundary = segment + 1
-        mask = pair_mask(i[:, None] >= i[None, :] + NEAREST, EXACT)
     else:
         boundary = segment
-        mask = pair_mask(i[:, None] + NEAREST <= i[None, :], EXACT)
     state = entering_state(
         state_ptr, passed_ptr, entering_ptr, bh, boundary, heads, ks, vs, K, V, True
     )
