@@ -1,4 +1,5 @@
 """Gradient passes of queries, keys and gates: walks as in `zeco.kernels.decay_walk`."""
+# ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ def _gradient_rows(
     # The rows' own numbers are rounded as in the other walk's columns: so a pair's two pulls are equal
     # and cancel, and so do those of a token with itself.
     if REVERSE:
-        columns, own, _, outer = scale_rows(
-            z, a, scales_desc, b, shared, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT,
-            False,
-        )  # fmt: skip
+        q, k = z, a
     else:
-        own, columns, outer, _ = scale_rows(
-            a, z, scales_desc, b, shared, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT,
-            False,
-        )  # fmt: skip
-    return columns, own, outer
+        q, k = a, z
+    q, k, rising, falling = scale_rows(
+        q, k, scales_desc, b, shared, t, kb * BK, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, False
+    )  # fmt: skip
+    if REVERSE:
+        found = q, k, falling
+    else:
+        found = k, q, rising
+    return found
 
 
 @triton.jit

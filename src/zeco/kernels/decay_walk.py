@@ -55,43 +55,12 @@ def _scaled_rows(
     if TURN:
         x, z = tl.trans(x), tl.trans(z)
     if REVERSE:
-        columns, rows, _, _ = scale_rows(
-            z,
-            x,
-            scales_desc,
-            b,
-            h // GROUP,
-            t,
-            0,
-            total_ptr,
-            ks,
-            in_k,
-            SCALE,
-            C,
-            BK,
-            FORM,
-            LIMIT,
-            not TURN,
-        )
-    else:
-        rows, columns, _, _ = scale_rows(
-            x,
-            z,
-            scales_desc,
-            b,
-            h // GROUP,
-            t,
-            0,
-            total_ptr,
-            ks,
-            in_k,
-            SCALE,
-            C,
-            BK,
-            FORM,
-            LIMIT,
-            not TURN,
-        )
+        x, z = z, x
+    rows, columns, _, _ = scale_rows(
+        x, z, scales_desc, b, shared, t, 0, total_ptr, ks, in_k, SCALE, C, BK, FORM, LIMIT, not TURN
+    )  # fmt: skip
+    if REVERSE:
+        rows, columns = columns, rows
     if TURN:
         rows, columns = tl.trans(rows), tl.trans(columns)
     return rows, columns
