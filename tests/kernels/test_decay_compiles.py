@@ -231,6 +231,7 @@ def test_kernels_of_diagonal_decays_compile(case, launched):
     [
         pytest.param(Case(128, 64, group=4, weighted=True), id="steps, skips and shared keys"),
         long("one decay a head", Case(128, 128)),
+        long("wide", Case(256, 128, group=4, weighted=True)),
         long("no gates", Case(64, 64, gates=None, group=2, documents=True)),
         long("fp16", Case(128, 128, torch.float16, continues=False)),
         long("fp32", Case(128, 128, torch.float32, group=2, weighted=True)),
