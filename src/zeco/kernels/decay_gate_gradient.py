@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.decay_state import find_place
-from zeco.kernels.gate_sums import INTERPRETED
-from zeco.kernels.products import opaque
+from zeco.kernels.products import INTERPRETED, opaque
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def gradient_walk_kernel(
         if PIECES == 1:
             grad = product(state.to(y.dtype), x, EXACT)
         else:
-            piece, rest = two_pieces(state, y)
+            piece, rest = two_pieces(state, y.dtype)
             grad = add_product(product(piece, x, EXACT), rest, x, EXACT)
         pairs = keep_pairs(product(y, x, EXACT), mask, flag, y, EXACT)
         # As it comes it would enter products from shared memory, and the last had to be awaited.

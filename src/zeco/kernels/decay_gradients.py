@@ -52,6 +52,26 @@ class Pulls(NamedTuple):
         return describe(self.values, rows, self.values.shape[3])
 
 
+class Meeting(NamedTuple):
+    """What a gradient walk in reverse is told of the one forwards, to meet it at the segments' starts.
+
+    Attributes:
+        crossing: room for the weights of paths that cross these; None where no gates' gradient is made.
+        states, entering: the other walk's.
+    """
+
+    crossing: Tensor | None
+    states: States
+    entering: Tensor | None
+
+
+def meeting_arguments(meeting: Meeting | None) -> tuple[Tensor | None, ...]:
+    """Return a gradient walk's arguments: the room, then the other walk's states and what enters."""
+    if meeting is None or meeting.crossing is None:
+        return (None,) * 4
+    return (meeting.crossing, meeting.states.states, meeting.states.passed, meeting.entering)
+
+
 class QueryGradient(NamedTuple):
     """What needs no gradient of the state that leaves, so that it can be made while that travels.
 
@@ -119,20 +139,8 @@ def gradient_passes(
     crossing = torch.empty(
         plan.heads, plan.num_segments, plan.K, dtype=torch.float32, device=q.device
     )
-    _gradient_walk(
-        plan,
-        v,
-        d_o,
-        q,
-        k,
-        dk,
-        pull,
-        scale,
-        adjoints,
-        chunks,
-        d_leaving,
-        (crossing, states, entering),
-    )
+    meeting = Meeting(crossing, states, entering)
+    _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, meeting)
     # Pairs of strong chunks leave their pulls, written and not added, in room of their own, of which
     # nothing is touched where there are none.
     size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
@@ -170,14 +178,13 @@ def _gradient_walk(
     states: States,
     chunks: Chunks,
     entering: Tensor | None,
-    meeting: tuple[Tensor, States, Tensor | None] | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Launch a gradient walk into ``grad`` and ``pull``.
 
-    x, y, z, a are as in `gradient_walk_kernel`, which walks in reverse if told of a ``meeting``: room
-    for the weights of paths that cross the segments' starts, and the other walk's states.
+    x, y, z, a are as in `gradient_walk_kernel`, which walks in reverse if told of a ``meeting``.
     """
-    crossing, others, other_entering = meeting or (None, None, None)
+    crossing, *others = meeting_arguments(meeting)
     bk, bv = plan.split_k, plan.block_v
     launch(
         gradient_walk_kernel,
@@ -197,9 +204,7 @@ def _gradient_walk(
         states.states,
         states.passed,
         entering,
-        None if others is None else others.states,
-        None if others is None else others.passed,
-        other_entering,
+        *others,
         plan.table,
         *plan.counts,
         K=plan.K,

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeco.kernels.gate_sums import INTERPRETED, LOG2E, read_gates
-from zeco.kernels.products import add_product, opaque, product
+from zeco.kernels.gate_sums import LOG2E, read_gates
+from zeco.kernels.products import INTERPRETED, add_product, opaque, product, two_pieces
 
 _FLAGS = tl.constexpr(16)  # flags read at a time
 
@@ -81,8 +81,7 @@ def _rows(q, k, g, weights_ptr, level, C: tl.constexpr, FORM: tl.constexpr):
     elif FORM == 1:
         sums = tl.dot(weights, g) * LOG2E
     else:
-        high = g.to(tl.float16)
-        low = (g - high.to(tl.float32)).to(tl.float16)
+        high, low = two_pieces(g, tl.float16)
         sums = tl.dot(weights, low, tl.dot(weights, high))
     return _scale_rows(q, k, sums, level, C)
 

@@ -103,7 +103,6 @@ class Plan:
         exact: whether products are made in fp32.
         packed: whether the state pass leaves what rows are scaled by, for later passes to read in place
             of the gates.
-        pieces: of 16 bits, in which states enter the products that the gates' gradient is made of.
         limit: base-2 total below which a channel is strong.
         state_stages, state_warps: loads in flight and warps of the state pass.
         output: the output pass and the one for dv.
@@ -124,7 +123,6 @@ class Plan:
     form: int
     exact: bool
     packed: bool
-    pieces: int
     limit: float
     state_stages: int
     state_warps: int
@@ -177,6 +175,11 @@ class Plan:
     def split_k(self) -> int:
         """Channels of the key dim a program of a gradient pass."""
         return self.gradient.split(self.block_k, self.block_v)
+
+    @cached_property
+    def pieces(self) -> int:
+        """Pieces of 16 bits in which states enter the products that the gates' gradient is made of."""
+        return 2 if self.packed else 1
 
     @cached_property
     def key_blocks(self) -> int:
@@ -278,7 +281,6 @@ def _plan(
         form=0 if exact else (1 if diagonal and gates == (4, torch.bfloat16) else 2),
         exact=exact,
         packed=packed,
-        pieces=2 if dtype == torch.bfloat16 else 1,
         limit=_LIMITS[dtype],
         state_stages=1 if exact else 3,
         state_warps=warps,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from zeco.kernels.products import INTERPRETED, two_pieces
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,8 +59,7 @@ def sum_gates(g, matrix, FORM: tl.constexpr):
     elif FORM == 1:
         sums = tl.dot(g, matrix.to(g.dtype)) * LOG2E
     else:
-        high = g.to(tl.float16)
-        low = (g - high.to(tl.float32)).to(tl.float16)
+        high, low = two_pieces(g, tl.float16)
         m = matrix.to(tl.float16)
         sums = tl.dot(low, m, tl.dot(high, m))
     return sums

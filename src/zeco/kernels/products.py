@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.gate_sums import INTERPRETED
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -97,11 +97,11 @@ def opaque(x):
 
 
 @triton.jit
-def two_pieces(x, like):
-    """Return x, in fp32, as the sum of two pieces of another tensor's 16 bits."""
-    if like.dtype != tl.bfloat16 or INTERPRETED:
-        high = x.to(like.dtype)
-        low = (x - high.to(tl.float32)).to(like.dtype)
+def two_pieces(x, DTYPE: tl.constexpr):
+    """Return x, in fp32, as the sum of two pieces in a dtype of 16 bits."""
+    if tl.bfloat16 != DTYPE or INTERPRETED:
+        high = x.to(DTYPE)
+        low = (x - high.to(tl.float32)).to(DTYPE)
     else:
         # Two at a time; the first piece is cut off, so that it is a number's upper half as it stands.
         high, low = tl.inline_asm_elementwise(

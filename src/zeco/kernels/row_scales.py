@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.gate_sums import (
-    INTERPRETED,
     after_each,
     around_middle,
     read_gates,
     sum_gates,
     until_each,
 )
+from zeco.kernels.products import INTERPRETED
 
 # Half a unit in the last place, and 2^64 off the exponent, in `pack`.
 ROUND_AND_REBASE = tl.constexpr(0x80008000)

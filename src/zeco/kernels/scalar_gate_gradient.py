@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.decay_state import find_place
+from zeco.kernels.scalar_sums import token_at
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def scalar_gate_gradient_kernel(
                 pull += tl.load(key_pull_ptr + part * size + at - 1, mask=before, other=0.0)
                 pull -= tl.load(query_pull_ptr + part * size + at - 1, mask=before, other=0.0)
             dg = carried + tl.cumsum(pull, 0)
-            dg_at = dg_ptr + b * dg_stride_b + h * dg_stride_h + t * dg_stride_t
+            dg_at = token_at(dg_ptr, b, h, t, dg_stride_b, dg_stride_t, dg_stride_h)
             tl.store(dg_at, dg.to(dg_ptr.dtype.element_ty), mask=inside)
             carried += tl.sum(pull, 0)
         if d_step_ptr is not None:
@@ -82,9 +83,13 @@ def scalar_gate_gradient_kernel(
             own = tl.load(key_query_ptr + at, mask=inside, other=0.0)
             own *= tl.load(value_gradient_ptr + at, mask=inside, other=0.0)
             found = pull * tl.exp2(-steps) + scale * own
-            step_at = d_step_ptr + b * d_step_stride_b + h * d_step_stride_h + t * d_step_stride_t
+            step_at = token_at(
+                d_step_ptr, b, h, t, d_step_stride_b, d_step_stride_t, d_step_stride_h
+            )
             tl.store(step_at, found.to(d_step_ptr.dtype.element_ty), mask=inside)
         if d_skip_ptr is not None:
             found = tl.load(value_gradient_ptr + at, mask=inside, other=0.0)
-            skip_at = d_skip_ptr + b * d_skip_stride_b + h * d_skip_stride_h + t * d_skip_stride_t
+            skip_at = token_at(
+                d_skip_ptr, b, h, t, d_skip_stride_b, d_skip_stride_t, d_skip_stride_h
+            )
             tl.store(skip_at, found.to(d_skip_ptr.dtype.element_ty), mask=inside)

@@ -10,7 +10,14 @@ import triton
 from torch import Tensor
 
 from zeco.kernels.decay import States
-from zeco.kernels.decay_gradients import DecayGradients, Pulls, QueryGradient, new_rows
+from zeco.kernels.decay_gradients import (
+    DecayGradients,
+    Meeting,
+    Pulls,
+    QueryGradient,
+    meeting_arguments,
+    new_rows,
+)
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
 from zeco.kernels.scalar import Sums, strides, walk
@@ -73,7 +80,7 @@ def gradient_passes(
     d_entering = walk(
         plan, k, q, d_o, sums, dv, key_query, scale, adjoints, d_leaving, reverse=True
     )
-    meeting = (crossing, states, entering)
+    meeting = Meeting(crossing, states, entering)
     _gradient_walk(
         plan, v, d_o, q, k, sums, dk, pull, value_gradient, scale, adjoints, d_leaving, meeting
     )
@@ -107,16 +114,13 @@ def _gradient_walk(
     scale: float,
     states: States,
     entering: Tensor | None,
-    meeting: tuple[Tensor | None, States, Tensor | None] | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Launch a gradient walk into ``grad``, ``pull`` and ``own``.
 
-    x, y, z, a are as in `scalar_gradient_walk_kernel`. It walks in reverse if told of a ``meeting``:
-    room for the weights of paths that cross the segments' starts, or None, and the other walk's states.
+    x, y, z, a are as in `scalar_gradient_walk_kernel`, which walks in reverse if told of a ``meeting``.
     """
-    crossing, others, other_entering = meeting or (None, None, None)
-    if crossing is None:
-        others = other_entering = None
+    crossing, *others = meeting_arguments(meeting)
     bk, bv = plan.split_k, plan.block_v
     gated = pull is not None
     launch(
@@ -134,9 +138,7 @@ def _gradient_walk(
         states.states,
         states.passed,
         entering,
-        None if others is None else others.states,
-        None if others is None else others.passed,
-        other_entering,
+        *others,
         plan.table,
         math.log2(scale),
         *plan.counts,

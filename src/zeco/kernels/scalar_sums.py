@@ -14,6 +14,12 @@ LEAST_STEP = tl.constexpr(-100.0)
 
 
 @triton.jit
+def token_at(ptr, b, h, t, stride_b, stride_t, stride_h):
+    """Return where one head's numbers of tokens t lie in a tensor [B, T, H]; b and t are 64-bit."""
+    return ptr + b * stride_b + h * stride_h + t * stride_t
+
+
+@triton.jit
 def scalar_sums_kernel(
     g_ptr,
     step_ptr,
@@ -47,10 +53,10 @@ def scalar_sums_kernel(
     bh = pid // runs
     chunks = (pid % runs) * RUN + tl.arange(0, RUN)
     i = tl.arange(0, C)
-    t = chunks[:, None] * C + i[None, :]
+    t = (chunks[:, None] * C + i[None, :]).to(tl.int64)
     b, h = (bh // H).to(tl.int64), bh % H
-    start = g_ptr + b * g_stride_b + h * g_stride_h
-    g = tl.load(start + t.to(tl.int64) * g_stride_t, mask=t < T, other=0.0).to(tl.float32) * LOG2E
+    g_at = token_at(g_ptr, b, h, t, g_stride_b, g_stride_t, g_stride_h)
+    g = tl.load(g_at, mask=t < T, other=0.0).to(tl.float32) * LOG2E
     # A comparison that NaN fails: it must come out again.
     g = tl.where(g < FLOOR, FLOOR, g)
     high = tl.floor(g * 1024.0) * (1.0 / 1024.0)
@@ -65,14 +71,13 @@ def scalar_sums_kernel(
         tl.store(sums_ptr + at, high, mask=inside)
         tl.store(sums_ptr + size + at, low, mask=inside)
     if step_ptr is not None:
-        start = step_ptr + b * step_stride_b + h * step_stride_h
-        step = tl.load(start + t.to(tl.int64) * step_stride_t, mask=t < T, other=0.0)
-        step = tl.log2(step.to(tl.float32))
+        step_at = token_at(step_ptr, b, h, t, step_stride_b, step_stride_t, step_stride_h)
+        step = tl.log2(tl.load(step_at, mask=t < T, other=0.0).to(tl.float32))
         step = tl.maximum(step, LEAST_STEP, propagate_nan=tl.PropagateNan.ALL)
         tl.store(sums_ptr + PARTS * size + at, step, mask=inside)
     if skip_ptr is not None:
-        start = skip_ptr + b * skip_stride_b + h * skip_stride_h
-        skip = tl.load(start + t.to(tl.int64) * skip_stride_t, mask=t < T, other=0.0)
+        skip_at = token_at(skip_ptr, b, h, t, skip_stride_b, skip_stride_t, skip_stride_h)
+        skip = tl.load(skip_at, mask=t < T, other=0.0)
         place: tl.constexpr = PARTS if step_ptr is None else PARTS + 1
         tl.store(sums_ptr + place * size + at, skip.to(tl.float32), mask=inside)
 

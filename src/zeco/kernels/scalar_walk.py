@@ -321,7 +321,7 @@ def scalar_gradient_walk_kernel(
         if PIECES == 1:
             grad = product(state.to(y.dtype), x, EXACT)
         else:
-            piece, rest = two_pieces(state, y)
+            piece, rest = two_pieces(state, y.dtype)
             grad = add_product(product(piece, x, EXACT), rest, x, EXACT)
         grad *= row_weight[None, :]
         grad = add_product(grad, z, pairs, EXACT)
@@ -337,7 +337,7 @@ def scalar_gradient_walk_kernel(
         if PIECES == 1:
             state = add_product(state, arranged_as(weighted.to(y.dtype), grad), y, EXACT)
         else:
-            piece, rest = two_pieces(weighted, y)
+            piece, rest = two_pieces(weighted, y.dtype)
             state = add_product(state, arranged_as(piece, grad), y, EXACT)
             state = add_product(state, arranged_as(rest, grad), y, EXACT)
     if crossing_ptr is not None:
