@@ -13,79 +13,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="the package triton is missing; install zeco-sp[gpu]",
 )
 
-SHARED_BYTES = 232_448  # that Hopper lets a program have
 MULTIPROCESSORS = 132  # of an H200
-
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int16: "i16",
-    torch.int32: "i32",
-}
-
-
-def specialise(arguments):
-    """Return (types, constants, attributes) of a kernel's arguments, by place, as Triton makes them.
-
-    Memory counts as aligned to 16 bytes.
-    """
-    types, constants, attributes = [], {}, {}
-    for place, x in enumerate(arguments):
-        divisible = False
-        if isinstance(x, tuple):
-            x, tokens, width = x
-            types.append(f"tensordesc<{TYPES[x.dtype]}[1, 1, {tokens}, {width}]>")
-        elif isinstance(x, Tensor):
-            types.append("*" + TYPES[x.dtype])
-            divisible = True
-        elif isinstance(x, float):
-            types.append("fp32")
-        elif x is None or x == 1:
-            types.append("constexpr")
-            constants[(place,)] = x
-        else:
-            types.append("i32")
-            divisible = x % 16 == 0
-        if divisible:
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    return types, constants, attributes
-
-
-def compile_for_hopper(kernel, arguments, named):
-    """Compile a kernel; fail if a GPU couldn't hold its programs.
-
-    Args:
-        kernel: a function of `triton.jit`.
-        arguments: as `zeco.kernels.launch.launch` takes them.
-        named: the kernel's constants and Triton's options.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types, constants, attributes = specialise(arguments)
-    signature = dict(zip(kernel.arg_names, types, strict=False))
-    options = dict(named)
-    for place, name in list(enumerate(kernel.arg_names))[len(arguments) :]:
-        signature[name] = "constexpr"
-        constants[(place,)] = options.pop(name)
-    what = f"{kernel.__name__} with {named}"
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    except Exception as error:
-        error.add_note(f"while compiling {what}")
-        raise
-    shared = made.metadata.shared
-    assert shared <= SHARED_BYTES, f"{what}: {shared} bytes of shared memory, of {SHARED_BYTES}"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +32,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def launched(cache, monkeypatch):
+def launched(cache, monkeypatch, compile_for_hopper):
     """Compile kernels in place of launching them; return the list that their names are added to."""
     from zeco.kernels import decay, decay_gradients, decay_plan, scalar, scalar_gradients
     from zeco.kernels.launch import launch
@@ -281,7 +215,7 @@ def test_too_much_shared_memory_is_found(launched):
         decay.state_pass(plan, call.k, call.v, call.g)
 
 
-def test_a_name_that_changes_its_type_is_found(cache, monkeypatch):
+def test_a_name_that_changes_its_type_is_found(cache, monkeypatch, compile_for_hopper):
     import triton
 
     @triton.jit

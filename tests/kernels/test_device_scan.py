@@ -28,37 +28,27 @@ def test_interpreted_kernels(part, run_interpreted):
     "kind,channels",
     [("identity", 128), ("scalar", 128), ("diagonal", 128), ("dense", 128), ("dense", 40)],
 )
-def test_every_word_is_received_once(kind, channels):
+def test_every_word_is_received_once(kind, channels, compile_for_hopper):
     """Compiled for Hopper, without a GPU.
 
     Triton may copy an operation whose result it wants in several layouts, even one that waits.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from zeco.kernels.device_scan import UNROLL, choose_kernel, make_layout
 
     shape = (1, 32, channels, 128)
     layout = make_layout(shape, torch.float32, kind, max_programs=16, tensor_cores=True)
     kernel, constants = choose_kernel(layout, interpreted=False)
-    pointers = {"inbox": "*i32", "outbox": "*i32"}
-    pointers |= dict.fromkeys(("room", "room_before", "epochs", "status", "broken"), "*i64")
+    dtypes = {"inbox": torch.int32, "outbox": torch.int32}
+    places = ("room", "room_before", "epochs", "status", "broken")
+    dtypes |= dict.fromkeys(places, torch.int64)
     states = ("update", "log_decay", "matrix", "initial", "entering", "leaving")
-    pointers |= dict.fromkeys(states, "*fp32")
-    signature = {
-        name: pointers.get(name, "constexpr" if name in constants else "i32")
+    dtypes |= dict.fromkeys(states, torch.float32)
+    arguments = [
+        torch.empty(1, dtype=dtypes[name], device="meta") if name in dtypes else 7  # any number
         for name in kernel.arg_names
-    }
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if name in pointers
-    }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.num_warps}
-    )
+        if name not in constants
+    ]
+    made = compile_for_hopper(kernel, arguments, constants | {"num_warps": layout.num_warps})
     ptx = made.asm["ptx"]
     # The loop is unrolled, and what is left of it follows.
     copies = 1 if kind == "dense" else UNROLL + 1

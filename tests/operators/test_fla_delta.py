@@ -23,21 +23,19 @@ from zeco.operators.fla_runs import make_runs
 CASES = Path(__file__).with_name("fla_delta_cases.py")
 CPU = torch.device("cpu")
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-@pytest.mark.skipif(
+needs_fla = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "fla")),
     reason="the packages triton and fla-core are missing; install zeco-sp[gpu]",
 )
+
+
+@needs_fla
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "rwkv7"])
 def test_interpreted_kernels(name: str, run_interpreted: Callable[[Path, str], None]) -> None:
     run_interpreted(CASES, name)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "fla")),
-    reason="the packages triton and fla-core are missing; install zeco-sp[gpu]",
-)
+@needs_fla
 @pytest.mark.filterwarnings("ignore")  # of FLA, about what is missing here
 def test_the_offsets_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from fla.ops.utils import prepare_chunk_offsets
