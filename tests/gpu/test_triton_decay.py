@@ -109,7 +109,8 @@ def test_gates_that_are_no_finite_numbers(gate_dtype):
     "shape",
     [
         (1, 1, 1, 128, 128), (2, 100, 3, 64, 64), (2, 130, 2, 96, 40), (1, 200, 1, 256, 256),
-        (1, 200, 2, 128, 256), (1, 200, 2, 256, 64), (1, 70, 1, 8, 16), (1, 64, 1, 16, 200),
+        (1, 300, 2, 256, 512), (1, 200, 2, 256, 64), (1, 70, 1, 8, 16), (1, 64, 1, 16, 120),
+        (2, 1000, 1, 136, 264),
     ],
     ids=str,
 )  # fmt: skip
@@ -119,7 +120,7 @@ def test_right_for_every_shape(shape):
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 130, 2, 24, 40), (1, 70, 1, 8, 16), (2, 100, 2, 96, 200), (1, 200, 2, 256, 256)],
+    [(1, 130, 2, 24, 40), (1, 70, 1, 8, 16), (2, 100, 2, 96, 120), (1, 300, 2, 256, 256)],
     ids=str,
 )
 def test_strong_decay_at_every_shape(shape):
@@ -194,9 +195,10 @@ def compare_with_torch(name, T, H, K, V, gates="weak", cu_seqlens=None):
 
 @pytest.mark.parametrize("name", ["gla", "simple_gla", "linear_attention", "rwkv6", "ssd"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-def test_public_operators_agree_with_torch(name, packed):
+@pytest.mark.parametrize("sizes", [(64, 128), (192, 264)], ids=["walked", "wide"])
+def test_public_operators_agree_with_torch(name, packed, sizes):
     bounds = [0, 3, 131, 131, 320, 640, 700] if packed else None
-    print(name, packed, compare_with_torch(name, 700, 2, 64, 128, cu_seqlens=bounds))
+    print(name, packed, compare_with_torch(name, 700, 2, *sizes, cu_seqlens=bounds))
 
 
 @pytest.mark.parametrize("gates", GATES)

@@ -118,8 +118,7 @@ def passes():
     check(1, 1, 1, 16, 16, fp32, -1.0, **small)
     check(2, 50, 2, 24, 40, fp32, -0.5, **small)
     check(1, 100, 1, 16, 16, fp32, "mixed", chunk=16, num_segments=7)
-    check(1, 20, 1, 8, 136, fp16, -0.1, chunk=16, num_segments=1)
-    check(1, 20, 1, 136, 8, fp16, "mixed", chunk=16, num_segments=2)
+    check(1, 20, 1, 8, 128, fp16, -0.1, chunk=16, num_segments=1)
     what_packing_keeps()
     few_strong_chunks()
     infinite_and_missing()
@@ -183,15 +182,28 @@ def one_decay_a_head():
     for gates in (-0.1, -20.0, "mixed", -1e4):
         check_scalar(1, 100, 1, 16, 16, torch.float32, gates, chunk=16, num_segments=3)
     check_scalar(2, 40, 2, 24, 40, torch.float16, "mixed", chunk=16, num_segments=2)
-    check_scalar(1, 20, 1, 8, 136, torch.float16, -0.1, chunk=16)
-    check_scalar(1, 20, 1, 136, 8, torch.float16, "mixed", chunk=16, num_segments=2)
+    check_scalar(1, 20, 1, 8, 128, torch.float16, -0.1, chunk=16)
     check_scalar(1, 1, 1, 16, 16, torch.float32, -1.0)
     for gates in (-0.1, "mixed", -1e4):
         check_scalar(
             1, 100, 2, 16, 24, torch.float32, gates, weighted=True, chunk=16, num_segments=3
         )
-    check_scalar(1, 40, 1, 136, 16, torch.float16, -0.1, weighted=True, chunk=16)
     check_scalar(2, 40, 6, 16, 16, torch.float32, -0.5, group=3, chunk=16, num_segments=2)
+
+
+def wide():
+    """Keys of more channels than programs carry states of."""
+    fp16 = torch.float16
+    small = {"chunk": 16, "num_segments": 2}
+    check(1, 40, 1, 136, 8, fp16, "mixed", **small)
+    check(2, 40, 2, 144, 24, fp16, -0.1, group=2, **small)
+    check(1, 40, 1, 136, 136, fp16, -0.1, packed=True, **small)
+    check(1, 72, 1, 200, 16, fp16, 0.0, packed=True, chunk=16, num_segments=3)
+    check(1, 20, 1, 136, 8, fp16, -5.0)
+    check_scalar(1, 72, 1, 136, 8, fp16, "mixed", chunk=16, num_segments=3)
+    check_scalar(1, 72, 1, 136, 136, fp16, -0.1, weighted=True, **small)
+    check_scalar(2, 40, 4, 136, 16, fp16, -0.1, weighted=True, group=2, **small)
+    check_scalar(1, 20, 1, 256, 264, fp16, -1e4)
 
 
 @triton.jit
@@ -231,7 +243,7 @@ def few_strong_chunks():
     plan = make_plan(q, v, g, chunk=16)
     _, chunks = state_pass(plan, k, v, g)
     assert chunks.strong.sum() == 6
-    assert chunks.strong.numel() > 16 * plan.multiprocessors * plan.pairs.resident
+    assert chunks.strong.numel() > 16 * plan.multiprocessors * plan.cuts.pairs.resident
 
 
 def a_wrong_decay_would_fail():
@@ -429,6 +441,7 @@ if __name__ == "__main__":
     {
         "passes": passes,
         "one_decay_a_head": one_decay_a_head,
+        "wide": wide,
         "segment": segment,
         "arranged": arranged,
     }[sys.argv[1]]()

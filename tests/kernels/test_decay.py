@@ -12,6 +12,6 @@ import pytest
 CASES = Path(__file__).with_name("decay_cases.py")
 
 
-@pytest.mark.parametrize("part", ["passes", "one_decay_a_head", "segment", "arranged"])
+@pytest.mark.parametrize("part", ["passes", "one_decay_a_head", "wide", "segment", "arranged"])
 def test_interpreted_kernels(part, run_interpreted):
     run_interpreted(CASES, part)

@@ -34,7 +34,15 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def launched(cache, monkeypatch, compile_for_hopper):
     """Compile kernels in place of launching them; return the list that their names are added to."""
-    from zeco.kernels import decay, decay_gradients, decay_plan, scalar, scalar_gradients
+    from zeco.kernels import (
+        decay,
+        decay_gradients,
+        decay_plan,
+        scalar,
+        scalar_gradients,
+        wide,
+        wide_rows,
+    )
     from zeco.kernels.launch import launch
 
     names: list[str] = []
@@ -49,7 +57,7 @@ def launched(cache, monkeypatch, compile_for_hopper):
         names.append(found["kernel"].__name__)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    for module in (decay, decay_gradients, scalar, scalar_gradients):
+    for module in (decay, decay_gradients, scalar, scalar_gradients, wide, wide_rows):
         monkeypatch.setattr(module, "launch", compile_instead)
     monkeypatch.setattr(decay_plan, "_multiprocessors", lambda device: MULTIPROCESSORS)
     decay_plan._plan.cache_clear()
@@ -83,8 +91,8 @@ class Case:
     continues: bool = True
 
 
-def long(name, case):
-    return pytest.param(case, id=name, marks=pytest.mark.long)
+def long(name, *values):
+    return pytest.param(*values, id=name, marks=pytest.mark.long)
 
 
 def empty(*size, dtype=torch.float32):
@@ -110,27 +118,72 @@ class Call:
         self.v, self.d_o = (empty(B, T, H, V, dtype=case.dtype) for _ in range(2))
         size = (B, T, shared, K) if diagonal else (B, T, H)
         self.g = None if case.gates is None else empty(*size, dtype=case.gates)
-        last = -(-T // chunk_of(case.dtype))
+        last = -(-T // chunk_of(case.dtype, K))
         ranges = ((0, 1), (1, 40), (40, last)) if case.documents else None
         self.plan = make_plan(self.q, self.v, self.g, ranges=ranges)
         self.entering = empty(B, H, K, V) if case.continues else None
         self.inner = empty(2, B, H, K, V) if case.documents else None
 
 
-@pytest.mark.parametrize(
-    "case",
+DIAGONAL = (
+    ["state_fwd", "segment_scan", "output_walk", "strong_pairs_fwd"],
     [
-        pytest.param(Case(128, 128), id="gla"),
-        long("gates in bf16", Case(64, 64, gates=torch.bfloat16, documents=True)),
-        # V = 512, of which each head's two halves share its queries, keys and gates.
-        long("wide", Case(256, 256, group=2)),
-        long("four slices", Case(256, 256, group=4)),
-        long("fp16", Case(128, 128, torch.float16, group=2, continues=False)),
-        long("fp32", Case(128, 128, torch.float32, group=2)),
-        long("one chunk", Case(64, 64, T=64)),
+        *["state_fwd", "segment_scan", "gradient_walk", "output_walk", "gradient_walk"],
+        *["strong_pairs_bwd", "gate_gradient"],
     ],
 )
-def test_kernels_of_diagonal_decays_compile(case, launched):
+WIDE_DIAGONAL = (
+    [
+        *["wide_rows", "wide_states", "segment_scan", "wide_rows", "wide_states", "wide_output"],
+        "strong_pairs_fwd",
+    ],
+    [
+        # The rows of queries are scaled for the adjoint's state pass, those of keys were.
+        *["wide_rows", "wide_states", "segment_scan", "wide_states", "wide_gradient"],
+        *["wide_states", "wide_output", "wide_gradient", "strong_pairs_bwd", "wide_gate_gradient"],
+    ],
+)
+SCALAR = (
+    ["scalar_state_fwd", "segment_scan", "scalar_output_walk"],
+    [
+        *["scalar_state_fwd", "segment_scan", "scalar_gradient_walk", "scalar_output_walk"],
+        "scalar_gradient_walk",
+    ],
+)
+WIDE_SCALAR = (
+    ["wide_states", "segment_scan", "wide_states", "wide_output"],
+    [
+        *["wide_states", "segment_scan", "wide_states", "wide_gradient"],
+        *["wide_states", "wide_output", "wide_gradient"],
+    ],
+)
+
+
+def kernels(*names):
+    return [f"{name}_kernel" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        pytest.param(Case(128, 128), DIAGONAL, id="gla"),
+        long("gates in bf16", Case(64, 64, gates=torch.bfloat16, documents=True), DIAGONAL),
+        # V = 512, of which each head's four slices share its queries, keys and gates.
+        long("four slices", Case(128, 128, group=4), DIAGONAL),
+        long("fp16", Case(128, 128, torch.float16, group=2, continues=False), DIAGONAL),
+        long("fp32", Case(128, 128, torch.float32, group=2), DIAGONAL),
+        long("one chunk", Case(64, 64, T=64), DIAGONAL),
+        pytest.param(Case(256, 512), WIDE_DIAGONAL, id="wide"),
+        long(
+            "wide, gates in bf16",
+            Case(192, 128, gates=torch.bfloat16, group=2, documents=True),
+            WIDE_DIAGONAL,
+        ),
+        long("wide in fp16", Case(136, 264, torch.float16, continues=False), WIDE_DIAGONAL),
+        long("one wide chunk", Case(256, 256, T=64), WIDE_DIAGONAL),
+    ],
+)
+def test_kernels_of_diagonal_decays_compile(case, expected, launched):
     from zeco.kernels import decay, decay_gradients
 
     call = Call(case, diagonal=True)
@@ -138,41 +191,32 @@ def test_kernels_of_diagonal_decays_compile(case, launched):
     states, chunks = decay.state_pass(plan, k, v, g, call.inner)
     known = {"scale": 0.1, "states": states, "chunks": chunks, "entering": call.entering}
     decay.output_pass(plan, q, k, v, g, **known)
-    assert launched == [
-        "state_fwd_kernel",
-        "segment_scan_kernel",
-        "output_walk_kernel",
-        "strong_pairs_fwd_kernel",
-    ]
+    assert launched == kernels(*expected[0])
     launched.clear()
     adjoints, _ = decay.adjoint_state_pass(plan, q, d_o, g, call.inner, scale=0.1)
     queries = decay_gradients.query_pass(plan, q, k, v, d_o, **known)
     known |= {"adjoints": adjoints, "d_leaving": call.entering, "queries": queries}
     decay_gradients.gradient_passes(plan, q, k, v, g, d_o, **known)
-    assert launched == [
-        "state_fwd_kernel",
-        "segment_scan_kernel",
-        "gradient_walk_kernel",
-        "output_walk_kernel",
-        "gradient_walk_kernel",
-        "strong_pairs_bwd_kernel",
-        "gate_gradient_kernel",
-    ]
+    assert launched == kernels(*expected[1])
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "expected"),
     [
-        pytest.param(Case(128, 64, group=4, weighted=True), id="steps, skips and shared keys"),
-        long("one decay a head", Case(128, 128)),
-        long("wide", Case(256, 128, group=4, weighted=True)),
-        long("no gates", Case(64, 64, gates=None, group=2, documents=True)),
-        long("fp16", Case(128, 128, torch.float16, continues=False)),
-        long("fp32", Case(128, 128, torch.float32, group=2, weighted=True)),
-        long("one chunk", Case(64, 64, weighted=True, T=64)),
+        pytest.param(
+            Case(128, 64, group=4, weighted=True), SCALAR, id="steps, skips and shared keys"
+        ),
+        long("one decay a head", Case(128, 128), SCALAR),
+        long("no gates", Case(64, 64, gates=None, group=2, documents=True), SCALAR),
+        long("fp16", Case(128, 128, torch.float16, continues=False), SCALAR),
+        long("fp32", Case(128, 128, torch.float32, group=2, weighted=True), SCALAR),
+        long("one chunk", Case(64, 64, weighted=True, T=64), SCALAR),
+        pytest.param(Case(256, 512, group=4, weighted=True), WIDE_SCALAR, id="wide"),
+        long("wide without gates", Case(256, 512, gates=None, documents=True), WIDE_SCALAR),
+        long("wide in fp16", Case(136, 72, torch.float16, continues=False), WIDE_SCALAR),
     ],
 )
-def test_kernels_of_one_decay_a_head_compile(case, launched):
+def test_kernels_of_one_decay_a_head_compile(case, expected, launched):
     from zeco.kernels import scalar, scalar_gradients
 
     call = Call(case, diagonal=False)
@@ -183,12 +227,7 @@ def test_kernels_of_one_decay_a_head_compile(case, launched):
     known = {"scale": 0.1, "states": states, "entering": call.entering}
     scalar.output_pass(plan, q, k, v, sums, **known)
     gated = g is not None
-    assert launched == [
-        *["scalar_sums_kernel"] * gated,
-        "scalar_state_fwd_kernel",
-        "segment_scan_kernel",
-        "scalar_output_walk_kernel",
-    ]
+    assert launched == kernels(*["scalar_sums"] * gated, *expected[0])
     launched.clear()
     known["sums"] = sums
     adjoints = scalar.adjoint_state_pass(plan, q, d_o, sums, call.inner, scale=0.1)
@@ -196,21 +235,14 @@ def test_kernels_of_one_decay_a_head_compile(case, launched):
     known |= {"adjoints": adjoints, "d_leaving": call.entering, "queries": queries}
     step, skip = weights
     scalar_gradients.gradient_passes(plan, q, k, v, g, d_o, step=step, skip=skip, **known)
-    assert launched == [
-        "scalar_state_fwd_kernel",
-        "segment_scan_kernel",
-        "scalar_gradient_walk_kernel",
-        "scalar_output_walk_kernel",
-        "scalar_gradient_walk_kernel",
-        *["scalar_gate_gradient_kernel"] * gated,
-    ]
+    assert launched == kernels(*expected[1], *["scalar_gate_gradient"] * gated)
 
 
 def test_too_much_shared_memory_is_found(launched):
     from zeco.kernels import decay
 
     call = Call(Case(128, 128), diagonal=True)
-    plan = replace(call.plan, state_stages=5)
+    plan = replace(call.plan, cuts=replace(call.plan.cuts, state_stages=5))
     with pytest.raises(AssertionError, match=r"state_fwd_kernel with \{'K': 128.*shared memory"):
         decay.state_pass(plan, call.k, call.v, call.g)
 

@@ -11,13 +11,15 @@ scaling around a chunk's middle and the gates' gradient are this package's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from zeco.kernels import wide, wide_rows
+from zeco.kernels.decay_cuts import Pairs
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_fwd_kernel
-from zeco.kernels.decay_plan import Pairs, Plan
+from zeco.kernels.decay_plan import Plan
 from zeco.kernels.decay_state import segment_scan_kernel, state_fwd_kernel
 from zeco.kernels.decay_walk import output_walk_kernel
 from zeco.kernels.launch import describe, launch
@@ -28,17 +30,20 @@ class Chunks(NamedTuple):
 
     Attributes:
         total: total log decay [B·H, N, K].
-        ratio: what a state is scaled by between a chunk and the next [B, N, H, K], laid as the total.
+        ratio: what a state is scaled by between a chunk and the next [B, N, H, K], laid as the total;
+            None with wide keys.
         strong: whether any channel is strong [B·H, N].
         scales: what later passes scale rows by, packed in 16 bits, or the gates themselves.
         form: which of the two; see `zeco.kernels.gate_sums.read_gates`.
+        rows: scaled rows of wide keys; else None.
     """
 
     total: Tensor
-    ratio: Tensor
+    ratio: Tensor | None
     strong: Tensor
     scales: Tensor
     form: int
+    rows: wide_rows.Rows | None = None
 
 
 class States(NamedTuple):
@@ -113,6 +118,19 @@ def _states(
     scale: float,
     adjoint: bool,
 ) -> tuple[States, Chunks]:
+    if plan.cuts.wide is not None:
+        x, found = wide_rows.scale_first(plan, x, g, scale=scale, keys=not adjoint)
+        chunks = Chunks(
+            total=found.total,
+            ratio=None,
+            strong=found.strong,
+            scales=g if found.packed is None else found.packed,
+            form=plan.form if found.packed is None else 3,
+            rows=wide_rows.Rows(queries=x) if adjoint else wide_rows.Rows(keys=x),
+        )
+        weights = wide.Weights(chunks=chunks)
+        updates, decays = wide.segment_updates(plan, x, y, weights, scale=scale, reverse=adjoint)
+        return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
     heads, S, N, K, V = plan.heads, plan.num_segments, plan.num_chunks, plan.K, plan.V
     fp32 = {"dtype": torch.float32, "device": x.device}
     bk, bv = min(plan.block_k, 128), min(plan.block_v, 128)
@@ -155,8 +173,8 @@ def _states(
         LIMIT=plan.limit,
         ADJOINT=adjoint,
         PACKED=plan.packed,
-        STAGES=plan.state_stages,
-        num_warps=plan.state_warps,
+        STAGES=plan.cuts.state_stages,
+        num_warps=plan.cuts.state_warps,
         known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
@@ -214,8 +232,17 @@ def output_pass(
     The outputs have ``dtype``, or that of the queries.
     """
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
-    leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
-    bk, bv, programs = pair_blocks(plan, plan.pairs)
+    if plan.cuts.wide is not None:
+        weights = wide.Weights(chunks=chunks)
+        queries, keys = wide_rows.scaled_rows(plan, q, k, chunks, scale)
+        kept = wide.keep_states(
+            plan, keys, v, weights, states, entering, scale=scale, reverse=False
+        )
+        wide.output_pass(plan, queries, keys, v, o, weights, kept, scale=scale, reverse=False)
+        leaving = kept.leaving
+    else:
+        leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
+    bk, bv, programs = pair_blocks(plan, plan.cuts.pairs)
     launch(
         strong_pairs_fwd_kernel,
         programs,
@@ -239,9 +266,9 @@ def output_pass(
         GROUP=plan.group,
         FORM=plan.form,
         EXACT=plan.exact,
-        num_warps=plan.pairs.num_warps,
+        num_warps=plan.cuts.pairs.num_warps,
         num_stages=1,
-        maxnreg=plan.pairs.registers,
+        maxnreg=plan.cuts.pairs.registers,
         known=plan.launches,
     )
     return o, leaving
@@ -276,7 +303,7 @@ def walk(
         describe(z, plan.chunk, bk),
         describe(y, plan.chunk, bv),
         describe(chunks.scales, plan.chunk, bk),
-        describe(chunks.ratio, 1, bk),
+        describe(cast("Tensor", chunks.ratio), 1, bk),
         describe(out, plan.chunk, bv),
         chunks.total,
         chunks.strong,
@@ -296,9 +323,9 @@ def walk(
         EXACT=plan.exact,
         LIMIT=plan.limit,
         REVERSE=reverse,
-        STAGES=plan.output.stages,
+        STAGES=plan.cuts.output.stages,
         SCALE=scale,
-        num_warps=plan.output.num_warps,
+        num_warps=plan.cuts.output.num_warps,
         known=plan.launches,
     )
     return edge

@@ -8,12 +8,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zeco.kernels import wide
 from zeco.kernels.decay import Chunks, States, pair_blocks, walk
 from zeco.kernels.decay_gate_gradient import gate_gradient_kernel
 from zeco.kernels.decay_gradient_walk import gradient_walk_kernel
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import Blocks, describe, launch
+from zeco.kernels.wide_rows import scaled_rows
 
 
 class DecayGradients(NamedTuple):
@@ -40,8 +42,10 @@ class Pulls(NamedTuple):
     """What tokens take from the gates' gradient or give to it: k∘dk, or q∘dq.
 
     Attributes:
-        values: [1, K, B·H·N, C], laid as [B·H, N, K, C]: fp16 in a unit of their row, or fp32.
-        margin: the sum of each row and its unit [B·H, N, K, 2], fp32.
+        values: [1, K, B·H·N, C], laid as [B·H, N, K, C]: fp16 in a unit of their row, or fp32. With wide
+            keys [B, T, H, K] in fp16.
+        margin: the sum of each row and its unit [B·H, N, K, 2], fp32. With wide keys, where nothing is
+            carried from chunk to chunk, the unit only.
     """
 
     values: Tensor
@@ -78,10 +82,12 @@ class QueryGradient(NamedTuple):
     Attributes:
         q: gradient of the queries [B, T, H, K], but for pairs in strong chunks.
         pull: what the gates' gradient takes from it; None without gates.
+        kept: the states of wide keys; else None.
     """
 
     q: Tensor
     pull: Pulls | Tensor | None
+    kept: wide.Kept | None = None
 
 
 def query_pass(
@@ -98,6 +104,14 @@ def query_pass(
 ) -> QueryGradient:
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
     dq, pull = new_rows(plan, q), _new_pulls(plan, q)
+    if plan.cuts.wide is not None:
+        weights = wide.Weights(chunks=chunks)
+        q, k = scaled_rows(plan, q, k, chunks, scale)
+        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
+        wide.gradient_pass(
+            plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
+        )
+        return QueryGradient(dq, pull, kept)
     _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering)
     return QueryGradient(dq, pull)
 
@@ -135,12 +149,32 @@ def gradient_passes(
     dk, dv = new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
-    d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
-    crossing = torch.empty(
-        plan.heads, plan.num_segments, plan.K, dtype=torch.float32, device=q.device
-    )
-    meeting = Meeting(crossing, states, entering)
-    _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, meeting)
+    if plan.cuts.wide is not None:
+        weights = wide.Weights(chunks=chunks)
+        rows = scaled_rows(plan, q, k, chunks, scale)
+        kept = wide.keep_states(
+            plan,
+            rows[0],
+            d_o,
+            weights,
+            adjoints,
+            d_leaving,
+            scale=scale,
+            reverse=True,
+            other=queries.kept,
+        )
+        wide.output_pass(plan, *rows[::-1], d_o, dv, weights, kept, scale=scale, reverse=True)
+        wide.gradient_pass(
+            plan, v, d_o, *rows, dk, weights, kept, scale=scale, reverse=True, pull=pull
+        )
+        d_entering, crossing = kept.leaving, cast("Tensor", kept.crossing)
+    else:
+        d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)
+        crossing = torch.empty(
+            plan.heads, plan.num_segments, plan.K, dtype=torch.float32, device=q.device
+        )
+        meeting = Meeting(crossing, states, entering)
+        _gradient_walk(plan, v, d_o, q, k, dk, pull, scale, adjoints, chunks, d_leaving, meeting)
     # Pairs of strong chunks leave their pulls, written and not added, in room of their own, of which
     # nothing is touched where there are none.
     size = (plan.heads, plan.num_chunks, plan.K, plan.chunk)
@@ -157,6 +191,8 @@ def new_rows(plan: Plan, like: Tensor) -> Tensor:
 
 
 def _new_pulls(plan: Plan, like: Tensor) -> Pulls:
+    if plan.cuts.wide is not None:
+        return Pulls(*wide.new_pulls(plan, like.device))
     size = (plan.heads, plan.num_chunks, plan.K)
     values = torch.empty_strided(
         *plan.pull_rows,
@@ -199,7 +235,7 @@ def _gradient_walk(
         pull.margin,
         crossing,
         chunks.total,
-        chunks.ratio,
+        cast("Tensor", chunks.ratio),
         chunks.strong,
         states.states,
         states.passed,
@@ -218,9 +254,9 @@ def _gradient_walk(
         LIMIT=plan.limit,
         PIECES=plan.pieces,
         REVERSE=meeting is not None,
-        STAGES=plan.gradient.stages,
+        STAGES=plan.cuts.gradient.stages,
         SCALE=scale,
-        num_warps=plan.gradient.num_warps,
+        num_warps=plan.cuts.gradient.num_warps,
         known=plan.launches,
     )
 
@@ -240,7 +276,7 @@ def _strong_pairs(
     chunks: Chunks,
 ) -> None:
     C = plan.chunk
-    bk, bv, programs = pair_blocks(plan, plan.pairs_bwd)
+    bk, bv, programs = pair_blocks(plan, plan.cuts.pairs_bwd)
     launch(
         strong_pairs_bwd_kernel,
         programs,
@@ -262,9 +298,9 @@ def _strong_pairs(
         GROUP=plan.group,
         FORM=plan.form,
         EXACT=plan.exact,
-        num_warps=plan.pairs_bwd.num_warps,
+        num_warps=plan.cuts.pairs_bwd.num_warps,
         num_stages=1,
-        maxnreg=plan.pairs_bwd.registers,
+        maxnreg=plan.cuts.pairs_bwd.registers,
         known=plan.launches,
     )
 
@@ -278,6 +314,9 @@ def _gate_gradient(
     crossing: Tensor,
     dg: Tensor,
 ) -> None:
+    if plan.cuts.wide is not None:
+        wide.gate_gradient(plan, query_pull, pull, pairs_pull, strong, crossing, dg)
+        return
     walkers = plan.heads // plan.group * plan.num_segments
     bk = min(plan.block_k, 64 if plan.group == 1 else 32)
     launch(

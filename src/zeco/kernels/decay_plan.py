@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeco.core.errors import UnsupportedError
+from zeco.kernels.decay_cuts import ROW_BYTES, STATE_NUMBERS, Cuts, cut_programs
 
 if TYPE_CHECKING:  # sizes are known without Triton
     from zeco.kernels.launch import Launches
@@ -18,72 +19,14 @@ if TYPE_CHECKING:  # sizes are known without Triton
 # Base-2 totals below which a channel of a chunk is strong: half of it must leave room in the
 # operands' dtype. fp16 ends at 2^16.
 _LIMITS = {torch.bfloat16: -120.0, torch.float16: -23.0, torch.float32: -120.0}
-_MAX_DIM = 256
-_MAX_EXACT_DIM = 128  # fp32: shared memory ends there
-_STATE_NUMBERS = 128 * 128  # of fp32 that a program of 8 warps holds without spilling
-
-
-# Bytes of the narrowest blocks' rows. With rows of 64 kernels have made illegal accesses on an H200 and
-# wrong gradients; for one, ptxas 12.8 had taken products' descriptors from a register that it writes
-# only later. With fewer, a chunk's row of ratios is too short for where tensor-memory copies may go.
-_ROW_BYTES = 128
+_MAX_WIDE_KEYS = 256
+_MAX_WALKED_DIM = (
+    128  # of which programs carry states in registers; in fp32 shared memory ends there
+)
 
 Ranges = tuple[tuple[int, int], ...]
 # A size and its strides.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """How the programs for pairs in strong chunks are cut.
-
-    Attributes:
-        width_k, width_v: channels a step.
-        num_warps: warps a program.
-        resident: programs a multiprocessor.
-        registers: most a thread, so that as many fit.
-    """
-
-    width_k: int
-    width_v: int
-    num_warps: int
-    resident: int
-    registers: int
-
-
-@dataclass(frozen=True)
-class Walk:
-    """How the programs of a walking pass are cut.
-
-    Attributes:
-        numbers: numbers of the state that a program holds.
-        num_warps: warps a program.
-        stages: loads in flight.
-    """
-
-    numbers: int
-    num_warps: int
-    stages: int
-
-    def split(self, own: int, other: int) -> int:
-        """Return the channels of one dim a program holds, where all of the other are needed.
-
-        At most 16 a warp, which are what a warp's products take at a time.
-        """
-        return min(own, max(_ROW_BYTES // 2, min(16 * self.num_warps, self.numbers // other)))
-
-
-# In 16 bits, the quickest of a few on an H200: two programs of 4 warps a multiprocessor where their
-# loads leave room, else one of 8.
-_WHOLE = Walk(_STATE_NUMBERS, num_warps=8, stages=3)
-_HALF = Walk(_STATE_NUMBERS // 2, num_warps=4, stages=2)
-# The same with all of more than 128 channels.
-_WIDE = Walk(_STATE_NUMBERS, num_warps=8, stages=2)
-# The same for K and V up to 64.
-_SMALL = Walk(_STATE_NUMBERS, num_warps=4, stages=3)
-_SMALL_SCALAR_OUTPUT = Walk(_STATE_NUMBERS, num_warps=4, stages=2)
-_PAIRS = Pairs(width_k=64, width_v=64, num_warps=4, resident=3, registers=168)
-_PAIRS_BWD = Pairs(width_k=64, width_v=64, num_warps=4, resident=2, registers=255)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +47,7 @@ class Plan:
         packed: whether the state pass leaves what rows are scaled by, for later passes to read in place
             of the gates.
         limit: base-2 total below which a channel is strong.
-        state_stages, state_warps: loads in flight and warps of the state pass.
-        output: the output pass and the one for dv.
-        gradient: the passes for dq and dk.
-        pairs, pairs_bwd: the kernels for pairs in strong chunks.
+        cuts: how programs are cut.
         multiprocessors: those of the device.
     """
 
@@ -124,12 +64,7 @@ class Plan:
     exact: bool
     packed: bool
     limit: float
-    state_stages: int
-    state_warps: int
-    output: Walk
-    gradient: Walk
-    pairs: Pairs
-    pairs_bwd: Pairs
+    cuts: Cuts
     multiprocessors: int
     table: Tensor | None = None
     breaks: tuple[int, ...] = ()
@@ -174,7 +109,9 @@ class Plan:
     @cached_property
     def split_k(self) -> int:
         """Channels of the key dim a program of a gradient pass."""
-        return self.gradient.split(self.block_k, self.block_v)
+        if self.cuts.wide is not None:
+            return self.cuts.wide.gradient.width
+        return self.cuts.gradient.split(self.block_k, self.block_v)
 
     @cached_property
     def pieces(self) -> int:
@@ -189,7 +126,7 @@ class Plan:
     @cached_property
     def split_v(self) -> int:
         """Channels of the value dim a program of an output pass."""
-        return self.output.split(self.block_v, self.block_k)
+        return self.cuts.output.split(self.block_v, self.block_k)
 
     @cached_property
     def counts(self) -> tuple[int, int, int, int, int]:
@@ -202,10 +139,15 @@ class Plan:
             self.chunks_per_segment,
         )
 
+    @cached_property
+    def single_chunks(self) -> tuple[int, int, int, int, int]:
+        """The same where segments are single chunks."""
+        return (self.H, self.heads, self.num_chunks, self.num_chunks, 1)
+
 
 def _block(width: int, *, exact: bool) -> int:
     """Return the channels of a block that holds a dim: a power of two."""
-    return max(_ROW_BYTES // (4 if exact else 2), 1 << (width - 1).bit_length())
+    return max(ROW_BYTES // (4 if exact else 2), 1 << (width - 1).bit_length())
 
 
 def make_plan(
@@ -251,23 +193,13 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     B, T, Hk, K, H, V = sizes
-    exact = dtype == torch.float32
-    chunk = chunk or chunk_of(dtype)
+    exact, wide = dtype == torch.float32, is_wide(dtype, K)
+    chunk = chunk or chunk_of(dtype, K)
     ranges = ranges or ((0, -(-T // chunk)),)
     diagonal = gates is not None and gates[0] == 4
     # In fp16, whose range is small, a pair of scales that cancel doesn't serve a strong channel.
     packed = dtype == torch.bfloat16
-    warps = 8 if max(K, V) > 64 else 4
-    if exact:
-        output = gradient = Walk(_STATE_NUMBERS, warps, 1)
-    elif diagonal and not packed:
-        output = gradient = Walk(_STATE_NUMBERS, warps, 1 if max(K, V) > 128 else 2)
-    elif max(K, V) <= 64:
-        output, gradient = _SMALL if diagonal else _SMALL_SCALAR_OUTPUT, _SMALL
-    else:
-        # An output pass holds all key channels, a gradient pass all value channels.
-        output = _WIDE if K > 128 else _WHOLE if diagonal else _HALF
-        gradient = _WIDE if V > 128 else _HALF
+    cuts = cut_programs(K, V, dtype, diagonal=diagonal, wide=wide)
     plan = Plan(
         B=B,
         T=T,
@@ -282,16 +214,12 @@ def _plan(
         exact=exact,
         packed=packed,
         limit=_LIMITS[dtype],
-        state_stages=1 if exact else 3,
-        state_warps=warps,
-        output=output,
-        gradient=gradient,
-        pairs=_PAIRS,
-        pairs_bwd=_PAIRS_BWD,
+        cuts=cuts,
         multiprocessors=_multiprocessors(device),
     )
     # Of programs of 8 warps, of which a multiprocessor holds one.
-    programs = -(-plan.heads * max(1, plan.block_k * plan.block_v // _STATE_NUMBERS) * warps // 8)
+    blocks = max(1, plan.block_k * plan.block_v // STATE_NUMBERS)
+    programs = -(-plan.heads * blocks * cuts.state_warps // 8)
     if num_segments is None:
         counts = tuple(stop - first for first, stop in ranges)
         longest = _longest_segment(programs, counts, plan.multiprocessors)
@@ -310,14 +238,26 @@ def _plan(
     )
 
 
-def chunk_of(dtype: torch.dtype) -> int:
-    """Return the tokens a chunk for inputs of a dtype."""
+def is_wide(dtype: torch.dtype, K: int) -> bool:
+    """Return whether K channels of the keys are more than walks carry states of."""
+    return dtype != torch.float32 and K > _MAX_WALKED_DIM
+
+
+def chunk_of(dtype: torch.dtype, K: int) -> int:
+    """Return the tokens a chunk for inputs of a dtype, with K channels of the keys."""
+    if is_wide(dtype, K):
+        return 128
     return 32 if dtype == torch.float32 else 64
 
 
-def max_dim(dtype: torch.dtype) -> int:
-    """Return the largest key or value dim for inputs of a dtype."""
-    return _MAX_EXACT_DIM if dtype == torch.float32 else _MAX_DIM
+def most_keys(dtype: torch.dtype) -> int:
+    """Return the most channels of the keys for inputs of a dtype."""
+    return _MAX_WALKED_DIM if dtype == torch.float32 else _MAX_WIDE_KEYS
+
+
+def most_values(dtype: torch.dtype, K: int) -> int | None:
+    """Return the most channels of the values beside K of the keys; None for any."""
+    return None if is_wide(dtype, K) else _MAX_WALKED_DIM
 
 
 def _check(q: Tensor, v: Tensor, g: Tensor | None) -> None:
@@ -332,11 +272,12 @@ def _check(q: Tensor, v: Tensor, g: Tensor | None) -> None:
         raise UnsupportedError(
             f"triton kernels: g has dtype {g.dtype}, but must be float32 or bfloat16; cast it"
         )
-    most = max_dim(q.dtype)
-    if K % 8 or V % 8 or most < K or most < V:
+    most_k, most_v = most_keys(q.dtype), most_values(q.dtype, K)
+    if K % 8 or V % 8 or most_k < K or (most_v is not None and most_v < V):
+        limit = "" if most_v is None else f" and V up to {most_v}"
         raise UnsupportedError(
-            f"triton kernels: K={K} and V={V}, but both must be multiples of 8 up to {most} in "
-            f"{q.dtype}; {remedy}"
+            f"triton kernels: K={K} and V={V}, but both must be multiples of 8, K up to {most_k}{limit} "
+            f"in {q.dtype}; {remedy}"
         )
 
 

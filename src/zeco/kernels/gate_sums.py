@@ -21,12 +21,17 @@ FLOOR = tl.constexpr(-126.0)
 
 @triton.jit
 def read_gates(desc, b, h, t, k, C: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr):
-    """Return the gates [BK, C] of a chunk, floored.
+    """Return the gates [BK, C] of a chunk, floored; see `floor_gates`."""
+    return floor_gates(tl.trans(desc.load([b, h, t, k]).reshape(C, BK)), FORM)
 
-    FORM says how sums are made: 0, from base-2 logarithms in fp32; 1, from gates in 16 bits as they
+
+@triton.jit
+def floor_gates(g, FORM: tl.constexpr):
+    """Return gates, natural logarithms, as sums are made of them, floored.
+
+    FORM says how these are made: 0, from base-2 logarithms in fp32; 1, from gates in 16 bits as they
     are (natural logarithms); 2, from base-2 logarithms in two fp16 pieces (22 bits).
     """
-    g = tl.trans(desc.load([b, h, t, k]).reshape(C, BK))
     if FORM == 1 and not INTERPRETED:
         # Two at a time.
         return tl.inline_asm_elementwise(

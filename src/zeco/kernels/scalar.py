@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeco.kernels import wide
 from zeco.kernels.decay import States, scan_segments
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
@@ -113,6 +114,11 @@ def _states(
     scale: float,
     adjoint: bool,
 ) -> States:
+    if plan.cuts.wide is not None:
+        updates, decays = wide.segment_updates(
+            plan, x, y, wide.Weights(sums), scale=scale, reverse=adjoint
+        )
+        return scan_segments(plan, updates, decays, starts, adjoint=adjoint)
     heads, S, K, V = plan.heads, plan.num_segments, plan.K, plan.V
     updates = torch.empty(heads, S, K, V, dtype=torch.float32, device=x.device)
     decays = torch.empty(heads, S, K, dtype=torch.float32, device=x.device)
@@ -141,8 +147,8 @@ def _states(
         EXACT=plan.exact,
         STEP=sums.step,
         ADJOINT=adjoint,
-        STAGES=plan.state_stages,
-        num_warps=plan.state_warps,
+        STAGES=plan.cuts.state_stages,
+        num_warps=plan.cuts.state_warps,
         known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint)
@@ -162,6 +168,11 @@ def output_pass(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the state that leaves; see `zeco.kernels.decay.output_pass`."""
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
+    if plan.cuts.wide is not None:
+        weights = wide.Weights(sums)
+        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
+        wide.output_pass(plan, q, k, v, o, weights, kept, scale=scale, reverse=False)
+        return o, kept.leaving
     return o, walk(plan, q, k, v, sums, o, None, scale, states, entering, reverse=False)
 
 
@@ -211,8 +222,8 @@ def walk(
         STEP=sums.step,
         SKIP=sums.skip,
         REVERSE=reverse,
-        STAGES=plan.output.stages,
-        num_warps=plan.output.num_warps,
+        STAGES=plan.cuts.output.stages,
+        num_warps=plan.cuts.output.num_warps,
         known=plan.launches,
     )
     return edge

@@ -41,12 +41,13 @@ def scalar_gate_gradient_kernel(
     C: tl.constexpr,
     EXACT: tl.constexpr,
     PULLS: tl.constexpr,
+    CROSSINGS: tl.constexpr,
     BT: tl.constexpr,
 ):
     """Gradients of the log decays, as `zeco.kernels.decay_gate_gradient` has it, of steps and skips.
 
-    The pulls come in ``PULLS`` parts, to be added. A step's gradient is what its key's pull would be
-    without it, the pair with itself included.
+    The pulls come in ``PULLS`` parts, to be added, what crosses in ``CROSSINGS``. A step's gradient is
+    what its key's pull would be without it, the pair with itself included.
     """
     _, segment, bh, b, h, first, stop = find_place(
         table_ptr, H, num_chunks, num_segments, chunks_per_segment, 1
@@ -56,7 +57,7 @@ def scalar_gate_gradient_kernel(
     b = b.to(tl.int64)
     carried = tl.full([], 0.0, tl.float32)
     if dg_ptr is not None:
-        for part in tl.static_range(PULLS):
+        for part in tl.static_range(CROSSINGS):
             carried += tl.load(crossing_ptr + (part * heads + bh) * num_segments + segment)
     i = tl.arange(0, BT)
     for start in tl.range(first * C, stop * C, BT):

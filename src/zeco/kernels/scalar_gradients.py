@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from zeco.kernels import wide
 from zeco.kernels.decay import States
 from zeco.kernels.decay_gradients import (
     DecayGradients,
@@ -39,6 +40,13 @@ def query_pass(
 ) -> QueryGradient:
     """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
     dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums)
+    if plan.cuts.wide is not None:
+        weights = wide.Weights(sums)
+        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
+        wide.gradient_pass(
+            plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
+        )
+        return QueryGradient(dq, pull, kept)
     _gradient_walk(plan, d_o, v, k, q, sums, dq, pull, None, scale, states, entering)
     return QueryGradient(dq, pull)
 
@@ -74,16 +82,40 @@ def gradient_passes(
     value_gradient = None if step is None and skip is None else _new_tokens(plan, q.device)
     pull = _new_pulls(plan, q, sums)
     crossing = None
-    if dg is not None:
-        size = (plan.key_blocks, plan.heads, plan.num_segments)
-        crossing = torch.empty(size, dtype=torch.float32, device=q.device)
-    d_entering = walk(
-        plan, k, q, d_o, sums, dv, key_query, scale, adjoints, d_leaving, reverse=True
-    )
-    meeting = Meeting(crossing, states, entering)
-    _gradient_walk(
-        plan, v, d_o, q, k, sums, dk, pull, value_gradient, scale, adjoints, d_leaving, meeting
-    )
+    if plan.cuts.wide is not None:
+        weights, other = wide.Weights(sums), None if dg is None else queries.kept
+        kept = wide.keep_states(
+            plan, q, d_o, weights, adjoints, d_leaving, scale=scale, reverse=True, other=other
+        )
+        wide.output_pass(
+            plan, k, q, d_o, dv, weights, kept, scale=scale, reverse=True, own=key_query
+        )
+        wide.gradient_pass(
+            plan,
+            v,
+            d_o,
+            q,
+            k,
+            dk,
+            weights,
+            kept,
+            scale=scale,
+            reverse=True,
+            pull=pull,
+            own=value_gradient,
+        )
+        d_entering, crossing = kept.leaving, kept.crossing
+    else:
+        if dg is not None:
+            size = (plan.key_blocks, plan.heads, plan.num_segments)
+            crossing = torch.empty(size, dtype=torch.float32, device=q.device)
+        d_entering = walk(
+            plan, k, q, d_o, sums, dv, key_query, scale, adjoints, d_leaving, reverse=True
+        )
+        meeting = Meeting(crossing, states, entering)
+        _gradient_walk(
+            plan, v, d_o, q, k, sums, dk, pull, value_gradient, scale, adjoints, d_leaving, meeting
+        )
     if any(x is not None for x in (dg, d_step, d_skip)):
         left = (queries.pull, pull, crossing, key_query, value_gradient, sums.values)
         _gate_gradient(plan, left, scale, dg, d_step, d_skip)
@@ -152,8 +184,8 @@ def _gradient_walk(
         STEP=sums.step,
         PIECES=plan.pieces if gated else 1,
         REVERSE=meeting is not None,
-        STAGES=plan.gradient.stages,
-        num_warps=plan.gradient.num_warps,
+        STAGES=plan.cuts.gradient.stages,
+        num_warps=plan.cuts.gradient.num_warps,
         known=plan.launches,
     )
 
@@ -166,25 +198,30 @@ def _gate_gradient(
     d_step: Tensor | None,
     d_skip: Tensor | None,
 ) -> None:
-    tokens = plan.chunks_per_segment * plan.chunk
+    # With wide keys what crosses is known at every chunk's start.
+    table, counts = (
+        (plan.table, plan.counts) if plan.cuts.wide is None else (None, plan.single_chunks)
+    )
+    crossing = left[2]
     launch(
         scalar_gate_gradient_kernel,
-        plan.heads * plan.num_segments,
+        plan.heads * counts[3],
         *left,
         dg,
         d_step,
         d_skip,
-        plan.table,
+        table,
         scale,
         *strides(dg),
         *strides(d_step),
         *strides(d_skip),
         plan.T,
-        *plan.counts,
+        *counts,
         C=plan.chunk,
         EXACT=plan.exact,
         PULLS=plan.key_blocks,
-        BT=min(2048, triton.next_power_of_2(tokens)),
+        CROSSINGS=crossing.shape[0] if isinstance(crossing, Tensor) else 0,
+        BT=min(2048, triton.next_power_of_2(counts[4] * plan.chunk)),
         num_warps=8,
         known=plan.launches,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco.kernels.gate_sums import FLOOR, LOG2E
+from zeco.kernels.gate_sums import FLOOR, LOG2E, power
 
 # Base-2 logarithm of the smallest step: a token whose step is zero has one that counts for nothing, but
 # leaves in its gradients what the step's own is made of.
@@ -128,3 +128,37 @@ def chunk_skips(sums_ptr, at, size, C: tl.constexpr, EXACT: tl.constexpr, STEP: 
     """Return a chunk's skips [C], which must be there."""
     PARTS: tl.constexpr = (2 if EXACT else 1) + (1 if STEP else 0)
     return tl.load(sums_ptr + PARTS * size + at + tl.arange(0, C))
+
+
+@triton.jit
+def token_decays(high, low, total_high, total_low, steps, EXACT: tl.constexpr):
+    """Return a chunk's decays up to each token, and after it times its step [C]."""
+    until = high
+    after = total_high - high
+    if EXACT:
+        until += low
+        after += total_low - low
+    return power(until), power(after + steps)
+
+
+@triton.jit
+def pair_weights(high, low, steps, log2_scale, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Return weights [C, C], later tokens in columns forwards and in rows in reverse.
+
+    Where the other token is the later one they are anything, to be dropped with the pairs.
+    """
+    if EXACT:
+        exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+        if REVERSE:
+            exponent = steps[None, :] - exponent
+        else:
+            exponent += steps[:, None]
+        weights = tl.exp2(exponent + log2_scale)
+    else:
+        raised = high + log2_scale
+        earlier = high - steps
+        if REVERSE:
+            weights = power(raised[:, None] - earlier[None, :])
+        else:
+            weights = power(raised[None, :] - earlier[:, None])
+    return weights

@@ -30,41 +30,14 @@ from zeco.kernels.products import (
     product,
     two_pieces,
 )
-from zeco.kernels.scalar_sums import chunk_skips, chunk_steps, chunk_total, chunk_until
-
-
-@triton.jit
-def _decays(high, low, total_high, total_low, steps, EXACT: tl.constexpr):
-    """Return a chunk's decays up to each token, and after it times its step [C]."""
-    until = high
-    after = total_high - high
-    if EXACT:
-        until += low
-        after += total_low - low
-    return power(until), power(after + steps)
-
-
-@triton.jit
-def _pair_weights(high, low, steps, log2_scale, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """Return weights [C, C], later tokens in columns forwards and in rows in reverse.
-
-    Where the other token is the later one they are anything, to be dropped with the pairs.
-    """
-    if EXACT:
-        exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
-        if REVERSE:
-            exponent = steps[None, :] - exponent
-        else:
-            exponent += steps[:, None]
-        weights = tl.exp2(exponent + log2_scale)
-    else:
-        raised = high + log2_scale
-        earlier = high - steps
-        if REVERSE:
-            weights = power(raised[:, None] - earlier[None, :])
-        else:
-            weights = power(raised[None, :] - earlier[:, None])
-    return weights
+from zeco.kernels.scalar_sums import (
+    chunk_skips,
+    chunk_steps,
+    chunk_total,
+    chunk_until,
+    pair_weights,
+    token_decays,
+)
 
 
 @triton.jit
@@ -196,7 +169,7 @@ def scalar_output_walk_kernel(
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
         steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
-        until, after = _decays(high, low, total_high, total_low, steps, EXACT)
+        until, after = token_decays(high, low, total_high, total_low, steps, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -209,7 +182,7 @@ def scalar_output_walk_kernel(
         if own_ptr is not None and vb == 0:
             # Along rows: that is a sum within each warp.
             tl.store(own_ptr + at + i, tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1))
-        pairs *= _pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
+        pairs *= pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
         if SKIP:
             skips = chunk_skips(sums_ptr, at, size, C, EXACT, STEP)
             pairs += tl.where(i[:, None] == i[None, :], skips[None, :], 0.0)
@@ -302,7 +275,7 @@ def scalar_gradient_walk_kernel(
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
         steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
-        until, after = _decays(high, low, total_high, total_low, steps, EXACT)
+        until, after = token_decays(high, low, total_high, total_low, steps, EXACT)
         scale = tl.exp2(log2_scale)
         if REVERSE:
             row_weight = after
@@ -316,7 +289,7 @@ def scalar_gradient_walk_kernel(
             own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
             if own_ptr is not None and kb == 0:
                 tl.store(own_ptr + at + i, own)
-        pairs *= _pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
+        pairs *= pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
         pairs = keep_pairs(pairs, mask, None, y, EXACT)
         if PIECES == 1:
             grad = product(state.to(y.dtype), x, EXACT)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 Ranges = tuple[tuple[int, int], ...]
 
-# More of them a head take longer than two heads with half of them each.
-_MOST_COLUMNS = 128
 # Few: with packed documents each holds two numbers a token on the device.
 _KEPT = 16
 
@@ -87,11 +85,11 @@ def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
         V: value dim.
         dtypes: of q, k, v and g.
     """
-    from zeco.kernels.decay_plan import max_dim
+    from zeco.kernels.decay_plan import most_keys
 
     if torch.float64 in dtypes:
         return "the kernels don't compute in float64"
-    most = max_dim(torch.float32 if torch.float32 in dtypes else torch.bfloat16)
+    most = most_keys(torch.float32 if torch.float32 in dtypes else torch.bfloat16)
     if K % 8 or not 0 < K <= most:
         return f"K={K} must be a multiple of 8 up to {most} with these dtypes"
     return None if V > 0 else "V is 0"
@@ -255,7 +253,9 @@ def arrange(
         raise UnsupportedError(
             f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
         )
-    from zeco.kernels.decay_plan import chunk_of
+    from zeco.kernels.decay_plan import chunk_of, most_values
 
-    rows = make_rows(pieces, chunk_of(dtype), operator.strict, device)
-    return Arrangement(dtype, rows, make_slices(V, _MOST_COLUMNS), operator.scale)
+    rows = make_rows(pieces, chunk_of(dtype, K), operator.strict, device)
+    # More of them a head than walks carry take longer than two heads with half of them each.
+    most = most_values(dtype, K) or V + 8
+    return Arrangement(dtype, rows, make_slices(V, most), operator.scale)

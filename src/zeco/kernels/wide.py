@@ -1,0 +1,324 @@
+"""Launchers of the passes of wide keys, which `zeco.kernels.decay` and `zeco.kernels.scalar` choose.
+
+They stand in for the walks of narrower ones: states are written for every chunk and read by passes that
+take each chunk alone.
+"""
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from zeco.kernels.decay_cuts import Wide
+from zeco.kernels.decay_plan import Plan
+from zeco.kernels.launch import Blocks, describe, launch
+from zeco.kernels.wide_passes import (
+    wide_gate_gradient_kernel,
+    wide_gradient_kernel,
+    wide_output_kernel,
+)
+from zeco.kernels.wide_states import wide_states_kernel
+
+if TYPE_CHECKING:
+    from zeco.kernels.decay import Chunks, States
+    from zeco.kernels.decay_gradients import Pulls
+    from zeco.kernels.scalar import Sums
+
+
+class Weights(NamedTuple):
+    """What tokens' rows and pairs are weighted by: of the two, one is given.
+
+    Attributes:
+        sums: with one decay a head, or none.
+        chunks: by channel, where rows come scaled.
+    """
+
+    sums: Sums | None = None
+    chunks: Chunks | None = None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Numbers of each token."""
+        return None if self.sums is None else self.sums.values
+
+    @property
+    def step(self) -> bool:
+        """Whether tokens have steps."""
+        return self.sums is not None and self.sums.step
+
+
+class Kept(NamedTuple):
+    """The states of all chunks for one direction of time, as `zeco.kernels.wide_states` has them.
+
+    Attributes:
+        states: [N, K, B·H, V], laid as [B·H, N, K, V], in the dtype of the values.
+        leaving: the state [B, H, K, V] at the walk's far edge, fp32.
+        crossing: weights of the paths that cross each chunk's start [blocks, B·H, N], or by channel
+            [blocks, B·H, N, K]; None unless asked for.
+    """
+
+    states: Tensor
+    leaving: Tensor
+    crossing: Tensor | None
+
+
+def _wide(plan: Plan) -> Wide:
+    return cast("Wide", plan.cuts.wide)
+
+
+def segment_updates(
+    plan: Plan, x: Tensor, y: Tensor, weights: Weights, *, scale: float, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return each segment's update [B·H, S, K, V] and base-2 log decay [B·H, S, K].
+
+    Arguments are as in `keep_states`.
+    """
+    heads, S, K, V = plan.heads, plan.num_segments, plan.K, plan.V
+    fp32 = {"dtype": torch.float32, "device": x.device}
+    found = torch.empty(heads, S, K, V, **fp32), torch.empty(heads, S, K, **fp32)
+    _walk_states(plan, x, y, weights, scale, reverse, updates=found)
+    return found
+
+
+def keep_states(
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    weights: Weights,
+    states: States,
+    entering: Tensor | None,
+    *,
+    scale: float,
+    reverse: bool,
+    other: Kept | None = None,
+) -> Kept:
+    """Walk all segments and keep each chunk's state; x and y are k and v, in reverse q and dO.
+
+    Args:
+        plan: the call's plan.
+        x, y: rows of the keys or queries, scaled if by channel, and of the values or gradients.
+        weights: what they are weighted by.
+        states: the states at the boundaries of segments.
+        entering: what enters the rank, seen in the direction of the walk [B, H, K, V], or None.
+        scale: factor of the queries, unless they are scaled by channel.
+        reverse: whether to walk backwards in time.
+        other: what the walk forwards kept, to find the weights of what crosses chunks' starts.
+    """
+    N, K, V, heads = plan.num_chunks, plan.K, plan.V, plan.heads
+    kept = torch.empty_strided(
+        (N, K, heads, V), (K * V, V, N * K * V, 1), dtype=y.dtype, device=y.device
+    )
+    fp32 = {"dtype": torch.float32, "device": y.device}
+    leaving = torch.empty(plan.B, plan.H, K, V, **fp32)
+    crossing = None
+    if other is not None:
+        v_blocks, k_blocks = (-(-n // _wide(plan).block) for n in (V, K))
+        size = (v_blocks, heads, N, K) if weights.chunks else (v_blocks * k_blocks, heads, N)
+        crossing = torch.empty(size, **fp32)
+    found = Kept(kept, leaving, crossing)
+    start = (states.states, states.passed, entering)
+    _walk_states(plan, x, y, weights, scale, reverse, kept=found, other=other, start=start)
+    return found
+
+
+def _walk_states(
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    weights: Weights,
+    scale: float,
+    reverse: bool,
+    *,
+    kept: Kept | None = None,
+    other: Kept | None = None,
+    updates: tuple[Tensor | None, ...] = (None, None),
+    start: tuple[Tensor | None, ...] = (None, None, None),
+) -> None:
+    block = _wide(plan).block
+    launch(
+        wide_states_kernel,
+        plan.heads * plan.num_segments * -(-plan.K // block) * -(-plan.V // block),
+        describe(x, plan.chunk, block),
+        describe(y, plan.chunk, block),
+        weights.values,
+        None if weights.chunks is None else weights.chunks.total,
+        None if kept is None else _blocks(kept, block, block),
+        None if other is None else _blocks(other, block, block),
+        None if kept is None else kept.crossing,
+        *updates,
+        *start,
+        None if kept is None else kept.leaving,
+        plan.table,
+        scale,
+        *plan.counts,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        BK=block,
+        BV=block,
+        GROUP=plan.group,
+        STEP=weights.step,
+        LIMIT=plan.limit,
+        REVERSE=reverse,
+        # With three, another state to read is more than shared memory holds.
+        STAGES=_wide(plan).state_stages if other is None else 2,
+        num_warps=8,
+        known=plan.launches,
+    )
+
+
+def _blocks(kept: Kept, rows: int, columns: int) -> Blocks:
+    return describe(kept.states, rows, columns)
+
+
+def output_pass(
+    plan: Plan,
+    x: Tensor,
+    z: Tensor,
+    y: Tensor,
+    out: Tensor,
+    weights: Weights,
+    kept: Kept,
+    *,
+    scale: float,
+    reverse: bool,
+    own: Tensor | None = None,
+) -> None:
+    """Make o, or in reverse dv, into ``out``; arguments are as in `zeco.kernels.wide_passes`."""
+    tiles = _wide(plan).output
+    launch(
+        wide_output_kernel,
+        plan.heads * plan.num_chunks * -(-plan.V // tiles.width),
+        describe(x, plan.chunk, tiles.step),
+        describe(z, plan.chunk, tiles.step),
+        describe(y, plan.chunk, tiles.width),
+        weights.values,
+        None if weights.chunks is None else weights.chunks.strong,
+        _blocks(kept, tiles.step, tiles.width),
+        describe(out, plan.chunk, tiles.width),
+        own,
+        math.log2(scale),
+        plan.H,
+        plan.heads,
+        plan.num_chunks,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        BK=tiles.step,
+        BV=tiles.width,
+        GROUP=plan.group,
+        STEP=weights.step,
+        SKIP=weights.sums is not None and weights.sums.skip,
+        REVERSE=reverse,
+        STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+        known=plan.launches,
+    )
+
+
+def gradient_pass(
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    a: Tensor,
+    grad: Tensor,
+    weights: Weights,
+    kept: Kept,
+    *,
+    scale: float,
+    reverse: bool,
+    pull: Pulls | Tensor | None,
+    own: Tensor | None = None,
+) -> None:
+    """Make dq, or in reverse dk, into ``grad``; arguments are as in `zeco.kernels.wide_passes`."""
+    tiles, chunks = _wide(plan).gradient, weights.chunks
+    sums, values, unit = None, None, None
+    if isinstance(pull, Tensor):
+        sums = pull
+    elif pull is not None:
+        values, unit = describe(pull.values, plan.chunk, tiles.width), pull.margin
+    launch(
+        wide_gradient_kernel,
+        plan.heads * plan.num_chunks * plan.key_blocks,
+        describe(x, plan.chunk, tiles.step),
+        describe(y, plan.chunk, tiles.step),
+        describe(z, plan.chunk, tiles.width),
+        None if pull is None else describe(a, plan.chunk, tiles.width),
+        weights.values,
+        None if chunks is None else describe(chunks.scales, plan.chunk, tiles.width),
+        None if chunks is None else chunks.total,
+        None if chunks is None else chunks.strong,
+        _blocks(kept, tiles.width, tiles.step),
+        describe(grad, plan.chunk, tiles.width),
+        sums,
+        values,
+        unit,
+        own,
+        math.log2(scale),
+        plan.H,
+        plan.heads,
+        plan.num_chunks,
+        K=plan.K,
+        V=plan.V,
+        C=plan.chunk,
+        BK=tiles.width,
+        BV=tiles.step,
+        GROUP=plan.group,
+        STEP=weights.step,
+        FORM=plan.form if chunks is None else chunks.form,
+        LIMIT=plan.limit,
+        REVERSE=reverse,
+        SCALE=1.0 if chunks is None else scale,
+        STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+        known=plan.launches,
+    )
+
+
+def new_pulls(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for pulls by channel [B, T, H, K] and for their units [B·H, N, K]."""
+    values = torch.empty(plan.B, plan.T, plan.H, plan.K, dtype=torch.float16, device=device)
+    size = (plan.heads, plan.num_chunks, plan.K)
+    return values, torch.empty(size, dtype=torch.float32, device=device)
+
+
+def gate_gradient(
+    plan: Plan,
+    query_pulls: Pulls,
+    key_pulls: Pulls,
+    pairs_pull: Tensor,
+    strong: Tensor,
+    crossing: Tensor,
+    dg: Tensor,
+) -> None:
+    """Make the gradient of the decays by channel into ``dg``."""
+    bk = 64
+    launch(
+        wide_gate_gradient_kernel,
+        plan.heads // plan.group * plan.num_chunks * -(-plan.K // bk),
+        query_pulls.values,
+        query_pulls.margin,
+        key_pulls.values,
+        key_pulls.margin,
+        pairs_pull,
+        strong,
+        crossing,
+        dg,
+        plan.T,
+        plan.H,
+        plan.heads,
+        plan.num_chunks,
+        K=plan.K,
+        C=plan.chunk,
+        BK=bk,
+        GROUP=plan.group,
+        PARTS=crossing.shape[0],
+        num_warps=8,
+        maxnreg=80,
+        known=plan.launches,
+    )

@@ -1,0 +1,191 @@
+"""Rows of wide keys, scaled by channel once for all passes that read them."""
+# ruff: noqa: SIM108  (a conditional expression would compile both sides)
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeco.kernels.decay_plan import Plan
+from zeco.kernels.decay_state import find_place
+from zeco.kernels.gate_sums import floor_gates, power, total_gates
+from zeco.kernels.launch import launch
+from zeco.kernels.products import reciprocal
+from zeco.kernels.row_scales import anchored, pack, scale_exponent, unpack
+
+if TYPE_CHECKING:
+    from zeco.kernels.decay import Chunks
+
+
+class Gates(NamedTuple):
+    """What gates by channel are like, chunk by chunk; see `zeco.kernels.decay.Chunks`.
+
+    Attributes:
+        packed: scales of the queries' rows, in the layout of the gates; None unless the plan packs them.
+        total: total log decays [B·H, N, K].
+        strong: whether any channel is strong [B·H, N].
+    """
+
+    packed: Tensor | None
+    total: Tensor
+    strong: Tensor
+
+
+@dataclass
+class Rows:
+    """A call's rows scaled by channel [B, T, H, K], each once they have been needed."""
+
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+
+@triton.jit
+def wide_rows_kernel(
+    x_ptr,
+    scales_ptr,
+    scaled_ptr,
+    packed_ptr,
+    total_ptr,
+    strong_ptr,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    scales_stride_b,
+    scales_stride_t,
+    scales_stride_h,
+    T,
+    heads,
+    num_chunks,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    KEYS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Scale queries, or with KEYS keys, as `zeco.kernels.row_scales` has it, into [B, T, H, K].
+
+    By packed scales (FORM 3) or by the gates. From these it leaves, where there is room, each chunk's
+    totals [B·H, N, K] and whether any channel is strong [B·H, N], raised from zero, for every head of
+    values, and the packed scales; without PACKED, gates scale as where nothing is packed.
+
+    Loads and stores by address: all of a program's loads are in flight together then.
+    """
+    kb, c, shared, b, h, _, _ = find_place(
+        None, heads, num_chunks, num_chunks, 1, (K + BK - 1) // BK
+    )
+    b = b.to(tl.int64)
+    t = (c * C + tl.arange(0, C)).to(tl.int64)
+    ks = kb * BK + tl.arange(0, BK)
+    in_k = ks < K
+    inside = (t < T)[:, None] & in_k[None, :]
+    x_at = x_ptr + b * x_stride_b + h * x_stride_h + t[:, None] * x_stride_t + ks[None, :]
+    scales_at = scales_ptr + b * scales_stride_b + h * scales_stride_h
+    scales_at += t[:, None] * scales_stride_t + ks[None, :]
+    scales = tl.load(scales_at, mask=inside, other=0.0)
+    x = tl.load(x_at, mask=inside, other=0.0)
+    at = ((b * T + t[:, None]) * heads + h) * K + ks[None, :]
+    if FORM == 3:
+        rising = unpack(scales)
+        falling = reciprocal(rising)
+    else:
+        if PACKED:
+            g = floor_gates(scales, 2)
+            total = tl.sum(g, 0)
+            middle = tl.trans(tl.cumsum(g, 0) - 0.5 * total[None, :])
+            rising = power(tl.trans(scale_exponent(middle, total, LIMIT)))
+            falling = reciprocal(rising)
+        else:
+            # Channels first, as sums by products come out.
+            g = tl.trans(floor_gates(scales, FORM))
+            total = total_gates(g, C, FORM)
+            rising, falling = anchored(g, total, C, FORM, LIMIT)
+            rising, falling = tl.trans(tl.exp2(rising)), tl.trans(tl.exp2(falling))
+        if packed_ptr is not None:
+            tl.store(packed_ptr + at, pack(rising), mask=inside)
+        if total_ptr is not None:
+            any_strong = tl.max(tl.where(in_k & ((total < LIMIT) | (total != total)), 1, 0), 0)
+            for member in tl.static_range(GROUP):
+                row = (shared * GROUP + member).to(tl.int64) * num_chunks + c
+                tl.store(total_ptr + row * K + ks, total, mask=in_k)
+                tl.store(strong_ptr + row, any_strong, mask=any_strong == 1)
+    if KEYS:
+        weight = falling
+    else:
+        weight = rising * SCALE
+    tl.store(scaled_ptr + at, (x.to(tl.float32) * weight).to(x.dtype), mask=inside)
+
+
+def scale_first(
+    plan: Plan, x: Tensor, g: Tensor, *, scale: float, keys: bool
+) -> tuple[Tensor, Gates]:
+    """Scale queries or keys by the gates; return them and what the gates are like."""
+    heads, N, K = plan.heads, plan.num_chunks, plan.K
+    found = Gates(
+        packed=torch.empty(g.shape, dtype=torch.int16, device=g.device) if plan.packed else None,
+        total=torch.empty(heads, N, K, dtype=torch.float32, device=g.device),
+        strong=torch.zeros(heads, N, dtype=torch.int32, device=g.device),
+    )
+    return _scale(plan, x, g, plan.form, scale, keys, found), found
+
+
+def scaled_rows(
+    plan: Plan, q: Tensor, k: Tensor, chunks: Chunks, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the scaled queries and keys of a call of which some were scaled."""
+    rows = cast("Rows", chunks.rows)
+    if rows.queries is None:
+        rows.queries = _scale(plan, q, chunks.scales, chunks.form, scale, keys=False)
+    if rows.keys is None:
+        rows.keys = _scale(plan, k, chunks.scales, chunks.form, scale, keys=True)
+    return rows.queries, rows.keys
+
+
+def _scale(
+    plan: Plan,
+    x: Tensor,
+    scales: Tensor,
+    form: int,
+    scale: float,
+    keys: bool,
+    found: Gates | tuple[None, ...] = (None, None, None),
+) -> Tensor:
+    """Return x scaled; ``found`` is room for what the gates are like."""
+    # Sums of gates want small programs, of which a multiprocessor holds many.
+    bk, warps = (64, 8) if form == 3 else (32, 4)
+    scaled = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        wide_rows_kernel,
+        x.shape[0] * x.shape[2] * plan.num_chunks * -(-plan.K // bk),
+        x,
+        scales,
+        scaled,
+        *found,
+        *x.stride()[:3],
+        *scales.stride()[:3],
+        plan.T,
+        x.shape[2],
+        plan.num_chunks,
+        K=plan.K,
+        C=plan.chunk,
+        BK=bk,
+        GROUP=plan.group,
+        FORM=form,
+        LIMIT=plan.limit,
+        PACKED=plan.packed,
+        KEYS=keys,
+        SCALE=scale,
+        num_warps=warps,
+        maxnreg=80,
+        known=plan.launches,
+    )
+    return scaled
