@@ -35,13 +35,13 @@ def cache(tmp_path_factory):
 def launched(cache, monkeypatch, compile_for_hopper):
     """Compile kernels in place of launching them; return the list that their names are added to."""
     from zeco.kernels import (
+        chunkwise,
+        chunkwise_rows,
         decay,
         decay_gradients,
         decay_plan,
         scalar,
         scalar_gradients,
-        wide,
-        wide_rows,
     )
     from zeco.kernels.launch import launch
 
@@ -57,7 +57,7 @@ def launched(cache, monkeypatch, compile_for_hopper):
         names.append(found["kernel"].__name__)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    for module in (decay, decay_gradients, scalar, scalar_gradients, wide, wide_rows):
+    for module in (decay, decay_gradients, scalar, scalar_gradients, chunkwise, chunkwise_rows):
         monkeypatch.setattr(module, "launch", compile_instead)
     monkeypatch.setattr(decay_plan, "_multiprocessors", lambda device: MULTIPROCESSORS)
     decay_plan._plan.cache_clear()
@@ -134,13 +134,32 @@ DIAGONAL = (
 )
 WIDE_DIAGONAL = (
     [
-        *["wide_rows", "wide_states", "segment_scan", "wide_rows", "wide_states", "wide_output"],
+        *[
+            "chunkwise_rows",
+            "chunkwise_states",
+            "segment_scan",
+            "chunkwise_rows",
+            "chunkwise_states",
+            "chunkwise_output",
+        ],
         "strong_pairs_fwd",
     ],
     [
         # The rows of queries are scaled for the adjoint's state pass, those of keys were.
-        *["wide_rows", "wide_states", "segment_scan", "wide_states", "wide_gradient"],
-        *["wide_states", "wide_output", "wide_gradient", "strong_pairs_bwd", "wide_gate_gradient"],
+        *[
+            "chunkwise_rows",
+            "chunkwise_states",
+            "segment_scan",
+            "chunkwise_states",
+            "chunkwise_gradient",
+        ],
+        *[
+            "chunkwise_states",
+            "chunkwise_output",
+            "chunkwise_gradient",
+            "strong_pairs_bwd",
+            "chunkwise_gate_gradient",
+        ],
     ],
 )
 SCALAR = (
@@ -151,10 +170,10 @@ SCALAR = (
     ],
 )
 WIDE_SCALAR = (
-    ["wide_states", "segment_scan", "wide_states", "wide_output"],
+    ["chunkwise_states", "segment_scan", "chunkwise_states", "chunkwise_output"],
     [
-        *["wide_states", "segment_scan", "wide_states", "wide_gradient"],
-        *["wide_states", "wide_output", "wide_gradient"],
+        *["chunkwise_states", "segment_scan", "chunkwise_states", "chunkwise_gradient"],
+        *["chunkwise_states", "chunkwise_output", "chunkwise_gradient"],
     ],
 )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zeco.kernels import wide, wide_rows
+from zeco.kernels import chunkwise, chunkwise_rows
 from zeco.kernels.decay_cuts import Pairs
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_fwd_kernel
 from zeco.kernels.decay_plan import Plan
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
     strong: Tensor
     scales: Tensor
     form: int
-    rows: wide_rows.Rows | None = None
+    rows: chunkwise_rows.Rows | None = None
 
 
 class States(NamedTuple):
@@ -118,18 +118,20 @@ def _states(
     scale: float,
     adjoint: bool,
 ) -> tuple[States, Chunks]:
-    if plan.cuts.wide is not None:
-        x, found = wide_rows.scale_first(plan, x, g, scale=scale, keys=not adjoint)
+    if plan.cuts.chunkwise is not None:
+        x, found = chunkwise_rows.scale_first(plan, x, g, scale=scale, keys=not adjoint)
         chunks = Chunks(
             total=found.total,
             ratio=None,
             strong=found.strong,
             scales=g if found.packed is None else found.packed,
             form=plan.form if found.packed is None else 3,
-            rows=wide_rows.Rows(queries=x) if adjoint else wide_rows.Rows(keys=x),
+            rows=chunkwise_rows.Rows(queries=x) if adjoint else chunkwise_rows.Rows(keys=x),
         )
-        weights = wide.Weights(chunks=chunks)
-        updates, decays = wide.segment_updates(plan, x, y, weights, scale=scale, reverse=adjoint)
+        weights = chunkwise.Weights(chunks=chunks)
+        updates, decays = chunkwise.segment_updates(
+            plan, x, y, weights, scale=scale, reverse=adjoint
+        )
         return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
     heads, S, N, K, V = plan.heads, plan.num_segments, plan.num_chunks, plan.K, plan.V
     fp32 = {"dtype": torch.float32, "device": x.device}
@@ -232,13 +234,13 @@ def output_pass(
     The outputs have ``dtype``, or that of the queries.
     """
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
-    if plan.cuts.wide is not None:
-        weights = wide.Weights(chunks=chunks)
-        queries, keys = wide_rows.scaled_rows(plan, q, k, chunks, scale)
-        kept = wide.keep_states(
+    if plan.cuts.chunkwise is not None:
+        weights = chunkwise.Weights(chunks=chunks)
+        queries, keys = chunkwise_rows.scaled_rows(plan, q, k, chunks, scale)
+        kept = chunkwise.keep_states(
             plan, keys, v, weights, states, entering, scale=scale, reverse=False
         )
-        wide.output_pass(plan, queries, keys, v, o, weights, kept, scale=scale, reverse=False)
+        chunkwise.output_pass(plan, queries, keys, v, o, weights, kept, scale=scale, reverse=False)
         leaving = kept.leaving
     else:
         leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)

@@ -83,8 +83,8 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Wide:
-    """How the passes of wide keys are cut; see `zeco.kernels.wide_passes`.
+class Chunkwise:
+    """How the passes of wide keys are cut; see `zeco.kernels.chunkwise_passes`.
 
     Attributes:
         block: channels of both dims a program that walks states.
@@ -105,7 +105,7 @@ _WIDE_TILES = Tiles(width=256, step=32, num_warps=8, stages=5)
 _PAIRS = Pairs(width_k=64, width_v=64, num_warps=4, resident=3, registers=168)
 _PAIRS_BWD = Pairs(width_k=64, width_v=64, num_warps=4, resident=2, registers=255)
 # Of chunks of 128 tokens.
-_WIDE_PAIRS = Pairs(width_k=64, width_v=64, num_warps=8, resident=1, registers=255)
+_CHUNKWISE_PAIRS = Pairs(width_k=64, width_v=64, num_warps=8, resident=1, registers=255)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Cuts:
         output: the output pass and the one for dv.
         gradient: the passes for dq and dk.
         pairs, pairs_bwd: the kernels for pairs in strong chunks.
-        wide: the passes that stand in for output and gradient with wide keys; else None.
+        chunkwise: the passes that stand in for output and gradient with wide keys; else None.
     """
 
     state_stages: int
@@ -126,17 +126,17 @@ class Cuts:
     gradient: Walk
     pairs: Pairs
     pairs_bwd: Pairs
-    wide: Wide | None
+    chunkwise: Chunkwise | None
 
 
-def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, wide: bool) -> Cuts:
+def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, chunkwise: bool) -> Cuts:
     """Return how a call's programs are cut.
 
     Args:
         K, V: channels of keys and values.
         dtype: of both.
         diagonal: whether decays differ by channel.
-        wide: whether the keys are wide.
+        chunkwise: whether chunks are taken alone.
     """
     exact, warps = dtype == torch.float32, 8 if max(K, V) > 64 else 4
     if exact:
@@ -153,15 +153,15 @@ def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, wide: bo
         state_warps=warps,
         output=output,
         gradient=gradient,
-        pairs=_WIDE_PAIRS if wide else _PAIRS,
-        pairs_bwd=_WIDE_PAIRS if wide else _PAIRS_BWD,
-        wide=_cut_wide(V, diagonal=diagonal) if wide else None,
+        pairs=_CHUNKWISE_PAIRS if chunkwise else _PAIRS,
+        pairs_bwd=_CHUNKWISE_PAIRS if chunkwise else _PAIRS_BWD,
+        chunkwise=_cut_chunkwise(V, diagonal=diagonal) if chunkwise else None,
     )
 
 
-def _cut_wide(V: int, *, diagonal: bool) -> Wide:
+def _cut_chunkwise(V: int, *, diagonal: bool) -> Chunkwise:
     # By channel a gradient pass needs the registers that a wider tile would take.
-    return Wide(
+    return Chunkwise(
         block=128,
         state_stages=3,
         output=_WIDE_TILES if V > 128 else _TILES,

@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zeco.kernels import wide
+from zeco.kernels import chunkwise
+from zeco.kernels.chunkwise_rows import scaled_rows
 from zeco.kernels.decay import Chunks, States, pair_blocks, walk
 from zeco.kernels.decay_gate_gradient import gate_gradient_kernel
 from zeco.kernels.decay_gradient_walk import gradient_walk_kernel
 from zeco.kernels.decay_pairs import level_weights, strong_pairs_bwd_kernel
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import Blocks, describe, launch
-from zeco.kernels.wide_rows import scaled_rows
 
 
 class DecayGradients(NamedTuple):
@@ -87,7 +87,7 @@ class QueryGradient(NamedTuple):
 
     q: Tensor
     pull: Pulls | Tensor | None
-    kept: wide.Kept | None = None
+    kept: chunkwise.Kept | None = None
 
 
 def query_pass(
@@ -104,11 +104,13 @@ def query_pass(
 ) -> QueryGradient:
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
     dq, pull = new_rows(plan, q), _new_pulls(plan, q)
-    if plan.cuts.wide is not None:
-        weights = wide.Weights(chunks=chunks)
+    if plan.cuts.chunkwise is not None:
+        weights = chunkwise.Weights(chunks=chunks)
         q, k = scaled_rows(plan, q, k, chunks, scale)
-        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
-        wide.gradient_pass(
+        kept = chunkwise.keep_states(
+            plan, k, v, weights, states, entering, scale=scale, reverse=False
+        )
+        chunkwise.gradient_pass(
             plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
         )
         return QueryGradient(dq, pull, kept)
@@ -149,10 +151,10 @@ def gradient_passes(
     dk, dv = new_rows(plan, k), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
-    if plan.cuts.wide is not None:
-        weights = wide.Weights(chunks=chunks)
+    if plan.cuts.chunkwise is not None:
+        weights = chunkwise.Weights(chunks=chunks)
         rows = scaled_rows(plan, q, k, chunks, scale)
-        kept = wide.keep_states(
+        kept = chunkwise.keep_states(
             plan,
             rows[0],
             d_o,
@@ -163,8 +165,8 @@ def gradient_passes(
             reverse=True,
             other=queries.kept,
         )
-        wide.output_pass(plan, *rows[::-1], d_o, dv, weights, kept, scale=scale, reverse=True)
-        wide.gradient_pass(
+        chunkwise.output_pass(plan, *rows[::-1], d_o, dv, weights, kept, scale=scale, reverse=True)
+        chunkwise.gradient_pass(
             plan, v, d_o, *rows, dk, weights, kept, scale=scale, reverse=True, pull=pull
         )
         d_entering, crossing = kept.leaving, cast("Tensor", kept.crossing)
@@ -191,8 +193,8 @@ def new_rows(plan: Plan, like: Tensor) -> Tensor:
 
 
 def _new_pulls(plan: Plan, like: Tensor) -> Pulls:
-    if plan.cuts.wide is not None:
-        return Pulls(*wide.new_pulls(plan, like.device))
+    if plan.cuts.chunkwise is not None:
+        return Pulls(*chunkwise.new_pulls(plan, like.device))
     size = (plan.heads, plan.num_chunks, plan.K)
     values = torch.empty_strided(
         *plan.pull_rows,
@@ -314,8 +316,8 @@ def _gate_gradient(
     crossing: Tensor,
     dg: Tensor,
 ) -> None:
-    if plan.cuts.wide is not None:
-        wide.gate_gradient(plan, query_pull, pull, pairs_pull, strong, crossing, dg)
+    if plan.cuts.chunkwise is not None:
+        chunkwise.gate_gradient(plan, query_pull, pull, pairs_pull, strong, crossing, dg)
         return
     walkers = plan.heads // plan.group * plan.num_segments
     bk = min(plan.block_k, 64 if plan.group == 1 else 32)

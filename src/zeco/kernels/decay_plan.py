@@ -20,9 +20,8 @@ if TYPE_CHECKING:  # sizes are known without Triton
 # operands' dtype. fp16 ends at 2^16.
 _LIMITS = {torch.bfloat16: -120.0, torch.float16: -23.0, torch.float32: -120.0}
 _MAX_WIDE_KEYS = 256
-_MAX_WALKED_DIM = (
-    128  # of which programs carry states in registers; in fp32 shared memory ends there
-)
+# Of which programs carry states in registers; in fp32 shared memory ends there too.
+_MAX_WALKED_DIM = 128
 
 Ranges = tuple[tuple[int, int], ...]
 # A size and its strides.
@@ -109,8 +108,8 @@ class Plan:
     @cached_property
     def split_k(self) -> int:
         """Channels of the key dim a program of a gradient pass."""
-        if self.cuts.wide is not None:
-            return self.cuts.wide.gradient.width
+        if self.cuts.chunkwise is not None:
+            return self.cuts.chunkwise.gradient.width
         return self.cuts.gradient.split(self.block_k, self.block_v)
 
     @cached_property
@@ -193,13 +192,13 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     B, T, Hk, K, H, V = sizes
-    exact, wide = dtype == torch.float32, is_wide(dtype, K)
+    exact, chunkwise = dtype == torch.float32, is_chunkwise(dtype, K)
     chunk = chunk or chunk_of(dtype, K)
     ranges = ranges or ((0, -(-T // chunk)),)
     diagonal = gates is not None and gates[0] == 4
     # In fp16, whose range is small, a pair of scales that cancel doesn't serve a strong channel.
     packed = dtype == torch.bfloat16
-    cuts = cut_programs(K, V, dtype, diagonal=diagonal, wide=wide)
+    cuts = cut_programs(K, V, dtype, diagonal=diagonal, chunkwise=chunkwise)
     plan = Plan(
         B=B,
         T=T,
@@ -238,14 +237,17 @@ def _plan(
     )
 
 
-def is_wide(dtype: torch.dtype, K: int) -> bool:
-    """Return whether K channels of the keys are more than walks carry states of."""
+def is_chunkwise(dtype: torch.dtype, K: int) -> bool:
+    """Return whether states are written for every chunk, so that passes take chunks alone.
+
+    So they are with more channels of the keys than walks can carry states of: wide ones.
+    """
     return dtype != torch.float32 and K > _MAX_WALKED_DIM
 
 
 def chunk_of(dtype: torch.dtype, K: int) -> int:
     """Return the tokens a chunk for inputs of a dtype, with K channels of the keys."""
-    if is_wide(dtype, K):
+    if is_chunkwise(dtype, K):
         return 128
     return 32 if dtype == torch.float32 else 64
 
@@ -257,7 +259,7 @@ def most_keys(dtype: torch.dtype) -> int:
 
 def most_values(dtype: torch.dtype, K: int) -> int | None:
     """Return the most channels of the values beside K of the keys; None for any."""
-    return None if is_wide(dtype, K) else _MAX_WALKED_DIM
+    return None if is_chunkwise(dtype, K) else _MAX_WALKED_DIM
 
 
 def _check(q: Tensor, v: Tensor, g: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeco.kernels import wide
+from zeco.kernels import chunkwise
 from zeco.kernels.decay import States, scan_segments
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import describe, launch
@@ -114,9 +114,9 @@ def _states(
     scale: float,
     adjoint: bool,
 ) -> States:
-    if plan.cuts.wide is not None:
-        updates, decays = wide.segment_updates(
-            plan, x, y, wide.Weights(sums), scale=scale, reverse=adjoint
+    if plan.cuts.chunkwise is not None:
+        updates, decays = chunkwise.segment_updates(
+            plan, x, y, chunkwise.Weights(sums), scale=scale, reverse=adjoint
         )
         return scan_segments(plan, updates, decays, starts, adjoint=adjoint)
     heads, S, K, V = plan.heads, plan.num_segments, plan.K, plan.V
@@ -168,10 +168,12 @@ def output_pass(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the state that leaves; see `zeco.kernels.decay.output_pass`."""
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
-    if plan.cuts.wide is not None:
-        weights = wide.Weights(sums)
-        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
-        wide.output_pass(plan, q, k, v, o, weights, kept, scale=scale, reverse=False)
+    if plan.cuts.chunkwise is not None:
+        weights = chunkwise.Weights(sums)
+        kept = chunkwise.keep_states(
+            plan, k, v, weights, states, entering, scale=scale, reverse=False
+        )
+        chunkwise.output_pass(plan, q, k, v, o, weights, kept, scale=scale, reverse=False)
         return o, kept.leaving
     return o, walk(plan, q, k, v, sums, o, None, scale, states, entering, reverse=False)
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco.kernels import wide
+from zeco.kernels import chunkwise
 from zeco.kernels.decay import States
 from zeco.kernels.decay_gradients import (
     DecayGradients,
@@ -40,10 +40,12 @@ def query_pass(
 ) -> QueryGradient:
     """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
     dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums)
-    if plan.cuts.wide is not None:
-        weights = wide.Weights(sums)
-        kept = wide.keep_states(plan, k, v, weights, states, entering, scale=scale, reverse=False)
-        wide.gradient_pass(
+    if plan.cuts.chunkwise is not None:
+        weights = chunkwise.Weights(sums)
+        kept = chunkwise.keep_states(
+            plan, k, v, weights, states, entering, scale=scale, reverse=False
+        )
+        chunkwise.gradient_pass(
             plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
         )
         return QueryGradient(dq, pull, kept)
@@ -82,15 +84,15 @@ def gradient_passes(
     value_gradient = None if step is None and skip is None else _new_tokens(plan, q.device)
     pull = _new_pulls(plan, q, sums)
     crossing = None
-    if plan.cuts.wide is not None:
-        weights, other = wide.Weights(sums), None if dg is None else queries.kept
-        kept = wide.keep_states(
+    if plan.cuts.chunkwise is not None:
+        weights, other = chunkwise.Weights(sums), None if dg is None else queries.kept
+        kept = chunkwise.keep_states(
             plan, q, d_o, weights, adjoints, d_leaving, scale=scale, reverse=True, other=other
         )
-        wide.output_pass(
+        chunkwise.output_pass(
             plan, k, q, d_o, dv, weights, kept, scale=scale, reverse=True, own=key_query
         )
-        wide.gradient_pass(
+        chunkwise.gradient_pass(
             plan,
             v,
             d_o,
@@ -200,7 +202,7 @@ def _gate_gradient(
 ) -> None:
     # With wide keys what crosses is known at every chunk's start.
     table, counts = (
-        (plan.table, plan.counts) if plan.cuts.wide is None else (None, plan.single_chunks)
+        (plan.table, plan.counts) if plan.cuts.chunkwise is None else (None, plan.single_chunks)
     )
     crossing = left[2]
     launch(

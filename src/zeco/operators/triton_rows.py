@@ -255,7 +255,7 @@ def arrange(
         )
     from zeco.kernels.decay_plan import chunk_of, most_values
 
-    rows = make_rows(pieces, chunk_of(dtype, K), operator.strict, device)
     # More of them a head than walks carry take longer than two heads with half of them each.
-    most = most_values(dtype, K) or V + 8
-    return Arrangement(dtype, rows, make_slices(V, most), operator.scale)
+    slices = make_slices(V, most_values(dtype, K) or V + 8)
+    rows = make_rows(pieces, chunk_of(dtype, K), operator.strict, device)
+    return Arrangement(dtype, rows, slices, operator.scale)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zeco.kernels.decay_cuts import Wide
+from zeco.kernels.chunkwise_passes import (
+    chunkwise_gate_gradient_kernel,
+    chunkwise_gradient_kernel,
+    chunkwise_output_kernel,
+)
+from zeco.kernels.chunkwise_states import chunkwise_states_kernel
+from zeco.kernels.decay_cuts import Chunkwise
 from zeco.kernels.decay_plan import Plan
 from zeco.kernels.launch import Blocks, describe, launch
-from zeco.kernels.wide_passes import (
-    wide_gate_gradient_kernel,
-    wide_gradient_kernel,
-    wide_output_kernel,
-)
-from zeco.kernels.wide_states import wide_states_kernel
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks, States
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The states of all chunks for one direction of time, as `zeco.kernels.wide_states` has them.
+    """The states of all chunks for one direction of time, as `zeco.kernels.chunkwise_states` has them.
 
     Attributes:
         states: [N, K, B·H, V], laid as [B·H, N, K, V], in the dtype of the values.
@@ -66,8 +66,8 @@ class Kept(NamedTuple):
     crossing: Tensor | None
 
 
-def _wide(plan: Plan) -> Wide:
-    return cast("Wide", plan.cuts.wide)
+def _cuts(plan: Plan) -> Chunkwise:
+    return cast("Chunkwise", plan.cuts.chunkwise)
 
 
 def segment_updates(
@@ -116,7 +116,8 @@ def keep_states(
     leaving = torch.empty(plan.B, plan.H, K, V, **fp32)
     crossing = None
     if other is not None:
-        v_blocks, k_blocks = (-(-n // _wide(plan).block) for n in (V, K))
+        bk, bv = _state_block(plan)
+        k_blocks, v_blocks = -(-K // bk), -(-V // bv)
         size = (v_blocks, heads, N, K) if weights.chunks else (v_blocks * k_blocks, heads, N)
         crossing = torch.empty(size, **fp32)
     found = Kept(kept, leaving, crossing)
@@ -138,16 +139,16 @@ def _walk_states(
     updates: tuple[Tensor | None, ...] = (None, None),
     start: tuple[Tensor | None, ...] = (None, None, None),
 ) -> None:
-    block = _wide(plan).block
+    bk, bv = _state_block(plan)
     launch(
-        wide_states_kernel,
-        plan.heads * plan.num_segments * -(-plan.K // block) * -(-plan.V // block),
-        describe(x, plan.chunk, block),
-        describe(y, plan.chunk, block),
+        chunkwise_states_kernel,
+        plan.heads * plan.num_segments * -(-plan.K // bk) * -(-plan.V // bv),
+        describe(x, plan.chunk, bk),
+        describe(y, plan.chunk, bv),
         weights.values,
         None if weights.chunks is None else weights.chunks.total,
-        None if kept is None else _blocks(kept, block, block),
-        None if other is None else _blocks(other, block, block),
+        None if kept is None else _blocks(kept, bk, bv),
+        None if other is None else _blocks(other, bk, bv),
         None if kept is None else kept.crossing,
         *updates,
         *start,
@@ -158,17 +159,23 @@ def _walk_states(
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
-        BK=block,
-        BV=block,
+        BK=bk,
+        BV=bv,
         GROUP=plan.group,
         STEP=weights.step,
         LIMIT=plan.limit,
         REVERSE=reverse,
         # With three, another state to read is more than shared memory holds.
-        STAGES=_wide(plan).state_stages if other is None else 2,
+        STAGES=_cuts(plan).state_stages if other is None else 2,
         num_warps=8,
         known=plan.launches,
     )
+
+
+def _state_block(plan: Plan) -> tuple[int, int]:
+    """Return the channels of both dims a program that walks states."""
+    block = _cuts(plan).block
+    return min(block, plan.block_k), min(block, plan.block_v)
 
 
 def _blocks(kept: Kept, rows: int, columns: int) -> Blocks:
@@ -188,10 +195,10 @@ def output_pass(
     reverse: bool,
     own: Tensor | None = None,
 ) -> None:
-    """Make o, or in reverse dv, into ``out``; arguments are as in `zeco.kernels.wide_passes`."""
-    tiles = _wide(plan).output
+    """Make o, or in reverse dv, into ``out``; arguments are as in `zeco.kernels.chunkwise_passes`."""
+    tiles = _cuts(plan).output
     launch(
-        wide_output_kernel,
+        chunkwise_output_kernel,
         plan.heads * plan.num_chunks * -(-plan.V // tiles.width),
         describe(x, plan.chunk, tiles.step),
         describe(z, plan.chunk, tiles.step),
@@ -235,15 +242,15 @@ def gradient_pass(
     pull: Pulls | Tensor | None,
     own: Tensor | None = None,
 ) -> None:
-    """Make dq, or in reverse dk, into ``grad``; arguments are as in `zeco.kernels.wide_passes`."""
-    tiles, chunks = _wide(plan).gradient, weights.chunks
+    """Make dq, or in reverse dk, into ``grad``; arguments are as in `zeco.kernels.chunkwise_passes`."""
+    tiles, chunks = _cuts(plan).gradient, weights.chunks
     sums, values, unit = None, None, None
     if isinstance(pull, Tensor):
         sums = pull
     elif pull is not None:
         values, unit = describe(pull.values, plan.chunk, tiles.width), pull.margin
     launch(
-        wide_gradient_kernel,
+        chunkwise_gradient_kernel,
         plan.heads * plan.num_chunks * plan.key_blocks,
         describe(x, plan.chunk, tiles.step),
         describe(y, plan.chunk, tiles.step),
@@ -299,7 +306,7 @@ def gate_gradient(
     """Make the gradient of the decays by channel into ``dg``."""
     bk = 64
     launch(
-        wide_gate_gradient_kernel,
+        chunkwise_gate_gradient_kernel,
         plan.heads // plan.group * plan.num_chunks * -(-plan.K // bk),
         query_pulls.values,
         query_pulls.margin,

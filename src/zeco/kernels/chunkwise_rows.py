@@ -46,7 +46,7 @@ class Rows:
 
 
 @triton.jit
-def wide_rows_kernel(
+def chunkwise_rows_kernel(
     x_ptr,
     scales_ptr,
     scaled_ptr,
@@ -164,7 +164,7 @@ def _scale(
     bk, warps = (64, 8) if form == 3 else (32, 4)
     scaled = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
-        wide_rows_kernel,
+        chunkwise_rows_kernel,
         x.shape[0] * x.shape[2] * plan.num_chunks * -(-plan.K // bk),
         x,
         scales,

@@ -14,7 +14,7 @@ from zeco.kernels.scalar_sums import chunk_steps, chunk_total, chunk_until, toke
 
 
 @triton.jit
-def wide_states_kernel(
+def chunkwise_states_kernel(
     x_desc,
     y_desc,
     sums_ptr,

@@ -1,11 +1,11 @@
 """Passes of wide keys: one program a chunk and block of channels, its state read and not carried.
 
 A state [K, V] with K above 128 is more than a program carries in registers, and what it carries in
-shared memory it must move in every chunk. Here states were written by `zeco.kernels.wide_states`, so
-that nothing is carried: plain products, in steps over the channels they sum over, and chunks of 128
-tokens, which make the states fewer. Rows are tokens, columns channels.
+shared memory it must move in every chunk. Here states were written by
+`zeco.kernels.chunkwise_states`, so that nothing is carried: plain products, in steps over the channels
+they sum over, and chunks of 128 tokens, which make the states fewer. Rows are tokens, columns channels.
 
-By channel (``strong_ptr``) rows come scaled, from `zeco.kernels.wide_rows`; else weights are put on
+By channel (``strong_ptr``) rows come scaled, from `zeco.kernels.chunkwise_rows`; else weights are put on
 pairs and rows as in `zeco.kernels.scalar_walk`. ``GROUP`` heads of values share a head of queries, keys
 and decays by channel.
 """
@@ -32,7 +32,7 @@ from zeco.kernels.scalar_sums import (
 
 
 @triton.jit
-def wide_output_kernel(
+def chunkwise_output_kernel(
     x_desc,
     z_desc,
     y_desc,
@@ -101,7 +101,7 @@ def wide_output_kernel(
 
 
 @triton.jit
-def wide_gradient_kernel(
+def chunkwise_gradient_kernel(
     x_desc,
     y_desc,
     z_desc,
@@ -214,7 +214,7 @@ def wide_gradient_kernel(
 
 
 @triton.jit
-def wide_gate_gradient_kernel(
+def chunkwise_gate_gradient_kernel(
     query_pulls_ptr,
     query_unit_ptr,
     key_pulls_ptr,
