@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 import zeco
+from zeco.collectives import all_scan as all_scan_module
 from zeco.collectives.groups import transport_of
+from zeco.collectives.scan import start_scan
+from zeco.core.maps import AffineMap
 from zeco.core.transitions import Dense, Diagonal, Identity, Scalar, Transition
 from zeco.testing import run_processes, run_ranks
 
@@ -268,6 +271,63 @@ def test_a_rank_that_raises_makes_the_others_raise_its_error():
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(zeco.ZecoError, match=message):
         zeco.all_scan(**{"update": torch.zeros(1, 2, 4, 4), **arguments})
+
+
+@pytest.mark.parametrize("algorithm", ["chain", "gather", "doubling"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_only_ranks_that_ask_get_the_leaving_state(reverse, algorithm):
+    case = make_case("diagonal", 3)
+    expected = reference("diagonal", case, reverse)
+    last = 0 if reverse else 2
+
+    def rank_function(group):
+        rank = group.rank
+        own = AffineMap(case["update"][rank], Diagonal(case["parameter"][rank]))
+        scan = start_scan(
+            group,
+            own,
+            case["initial"],
+            reverse=reverse,
+            algorithm=algorithm,
+            output_leaving=rank == last,
+        )
+        if rank != last:
+            with pytest.raises(zeco.ZecoError, match="output_leaving=True"):
+                scan.wait_for_both()
+        return scan.wait()
+
+    for rank, (entering, leaving) in enumerate(run_ranks(3, rank_function)):
+        torch.testing.assert_close(entering, expected["entering"][rank].detach())
+        assert (leaving is None) == (rank != last)
+        if leaving is not None:
+            torch.testing.assert_close(leaving, expected["leaving"][rank].detach())
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_adjoint_asks_for_what_leaves_only_where_it_is_a_gradient(
+    reverse, differentiable, monkeypatch
+):
+    """All ranks get the public scan's leaving state, the first one alone the gradient of ``initial``."""
+    case, first = make_case("scalar", 3), 2 if reverse else 0
+    asked = {rank: [] for rank in range(3)}
+
+    def noted(transport, *args, **options):
+        asked[transport.rank].append(options.get("output_leaving", True))
+        return start_scan(transport, *args, **options)
+
+    monkeypatch.setattr(all_scan_module, "start_scan", noted)
+
+    def rank_function(group):
+        update = case["update"][group.rank].clone().requires_grad_()
+        initial = case["initial"].clone().requires_grad_(differentiable)
+        states = zeco.all_scan(update, group=group, initial=initial, reverse=reverse)
+        torch.stack(states).sum().backward()
+        return initial.grad is not None
+
+    given = run_ranks(3, rank_function)
+    assert given == [differentiable and rank == first for rank in range(3)]
+    assert asked == {rank: [True, given[rank]] for rank in range(3)}
 
 
 def test_recomputation_does_not_scan_again():

@@ -93,20 +93,23 @@ def test_a_mirrored_group_scans_the_other_way():
     def rank_function(group):
         seen = []
 
-        def start(own, initial, *, reverse):
-            seen.append(reverse)
-            return Ended((own.update, own.update))
+        def start(own, initial, *, reverse, output_leaving):
+            seen.append((reverse, output_leaving))
+            return Ended((own.update, None))
 
         group.start_device_scan = start
-        MirroredTransport(group).start_device_scan(own_map, None, reverse=False)
-        MirroredTransport(MirroredTransport(group)).start_device_scan(own_map, None, reverse=False)
+        mirror = MirroredTransport(group)
+        mirror.start_device_scan(own_map, None, reverse=False, output_leaving=True)
+        MirroredTransport(mirror).start_device_scan(
+            own_map, None, reverse=False, output_leaving=False
+        )
         return seen
 
     from zeco.core.maps import AffineMap
     from zeco.core.transitions import Identity
 
     own_map = AffineMap(UPDATE, Identity())
-    assert run_ranks(2, rank_function) == [[True, False]] * 2
+    assert run_ranks(2, rank_function) == [[(True, True), (False, False)]] * 2
 
 
 def pretend_on_device(group, *, fails=False):
@@ -123,10 +126,11 @@ def pretend_on_device(group, *, fails=False):
             raise UnsupportedError(group._why_no_ring)
         return Ring()
 
-    def start_device_scan(own, initial, *, reverse):
+    def start_device_scan(own, initial, *, reverse, output_leaving):
         seen.append(own.transition.kind)
         handle = start_scan(group, own, initial, reverse=reverse, algorithm="chain", num_blocks=1)
-        return handle.task
+        entering, leaving = handle.wait()
+        return Ended((entering, leaving if output_leaving else None))
 
     group.why_no_device_scans = lambda device: group._why_no_ring
     group.device_ring, group.start_device_scan = device_ring, start_device_scan

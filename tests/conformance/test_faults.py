@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import zeco
 import zeco.sequence_parallel.methods.scanned as scanned
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal
@@ -73,6 +74,17 @@ def test_only_the_neighbours_state_is_passed_on(start_scan):
 def test_initial_state_dropped(start_scan):
     start_scan(lambda transport, own, initial, options: (own, None))
     assert worst_errors(method="zeco")["o"] > 1e-6
+
+
+def test_leaving_state_not_asked_for_at_a_turn(start_scan):
+    def spoil(transport, own, initial, options):
+        options["output_leaving"] = False
+        return own, initial
+
+    start_scan(spoil)
+    problem = Problem(CASES["gla"], SETTINGS["zigzag"])
+    with pytest.raises(zeco.ZecoError, match="without its leaving state"):
+        problem.sharded(4, method="zeco")
 
 
 def test_gradient_of_the_final_state_dropped(monkeypatch):

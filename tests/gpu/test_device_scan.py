@@ -184,6 +184,44 @@ def test_shapes_and_dtypes(kind, dtype, shape):
             assert relative(states, expected[place]) < bound
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_ranks_that_ask_get_the_leaving_state(kind, reverse):
+    """In turn the last one of the direction, as at a turn of a zigzag, and none, as in layers."""
+    ranks = 4
+    rings = open_rings(ranks)
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    warm_up(streams, LARGE)
+    updates = torch.randn(1, ranks, *LARGE, device="cuda")
+    parameters = make_parameters(kind, 1, ranks, shape=LARGE)
+    initial = torch.randn(1, *LARGE, device="cuda")
+    last = 0 if reverse else ranks - 1
+    torch.cuda.synchronize()
+    scans = []
+    for asks in (last, None, last):
+        for rank in range(ranks):
+            transition = transition_of(kind, None if parameters is None else parameters[0, rank])
+            with torch.cuda.stream(streams[rank]):
+                own = AffineMap(updates[0, rank], transition)
+                scans.append(
+                    rings[rank].scan(
+                        own, initial[0], reverse=reverse, check=nothing_failed,
+                        output_leaving=rank == asks,
+                    )
+                )  # fmt: skip
+    results = [scan.wait() for scan in scans]
+    torch.cuda.synchronize()
+    assert [ring.find_failure() for ring in rings] == [None] * ranks
+    nothing = torch.zeros(1, ranks, dtype=torch.bool, device="cuda")
+    entering, leaving = fold(kind, updates, parameters, nothing, initial, reverse=reverse)
+    for place, (found, left) in enumerate(results):
+        scan, rank = divmod(place, ranks)
+        assert relative(found, entering[0, rank]) < 2e-6
+        assert (left is not None) == (rank == last and scan != 1)
+        if left is not None:
+            assert relative(left, leaving[0, rank]) < 2e-6
+
+
 def on_own_streams(ranks, prepare, function):
     """Give every rank's thread a stream of its own, and start when all have prepared."""
     ready = threading.Barrier(ranks, timeout=30)

@@ -94,10 +94,11 @@ def test_every_launch_of_a_layout_takes_the_same_kernel(kind, monkeypatch):
         role = device_scan.Role(rank, first=rank == 0, last=rank == 2)
         for transition in (own, Reset(kind)):
             for initial in (None, state):
-                device_scan.launch_scan(
-                    layout, ports, role, state, transition, initial, timeout_s=timeout_s,
-                    entering=state, leaving=state,
-                )  # fmt: skip
+                for leaving in (None, state):
+                    device_scan.launch_scan(
+                        layout, ports, role, state, transition, initial, timeout_s=timeout_s,
+                        entering=state, leaving=leaving,
+                    )  # fmt: skip
 
     def compiled_for(name, value):
         if isinstance(value, torch.Tensor):
@@ -105,5 +106,5 @@ def test_every_launch_of_a_layout_takes_the_same_kernel(kind, monkeypatch):
         return -(2**31) <= value < 2**31, None if name in unspecialised else value
 
     keys = [{name: compiled_for(name, value) for name, value in call.items()} for call in seen]
-    assert len(keys) == 12
+    assert len(keys) == 24
     assert all(key == keys[0] for key in keys)

@@ -9,9 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeco
+from zeco.collectives.scan import start_scan
 from zeco.core.errors import ArgumentError
 from zeco.core.fabric import Fabric
 from zeco.core.fabric_file import fabric_to_dict
+from zeco.sequence_parallel.methods import scanned
 from zeco.sequence_parallel.methods.ulysses import Ulysses
 from zeco.testing import run_processes, run_ranks
 
@@ -81,6 +83,29 @@ def test_a_backward_pass_repeated_through_a_checkpoint():
     for same, scans in run_ranks(2, rank_function):
         assert all(same)
         assert scans["forward"] == 2
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_scans_write_what_leaves_only_at_a_turn(layout, monkeypatch):
+    """Finals are the segments' own: there is no other reader in training, nor in prefill."""
+    asked = {rank: [] for rank in range(3)}
+
+    def noted(transport, *args, **options):
+        if options["output_leaving"]:
+            asked[transport.rank].append((options["purpose"], options["reverse"]))
+        return start_scan(transport, *args, **options)
+
+    monkeypatch.setattr(scanned, "start_scan", noted)
+
+    def rank_function(group):
+        sp = zeco.SequenceParallel(group, layout=layout)
+        q = torch.randn(1, 4, 1, 4, requires_grad=True)
+        o, state = zeco.ops.linear_attention(q, q, q, sp=sp, output_final_state=True)
+        (o.sum() + state.sum()).backward()
+
+    run_ranks(3, rank_function)
+    turns = {2: [("forward", False), ("backward", False)]} if layout == "zigzag" else {}
+    assert asked == {rank: turns.get(rank, []) for rank in range(3)}
 
 
 def test_waiting_is_measured():

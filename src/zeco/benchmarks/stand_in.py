@@ -143,13 +143,21 @@ class _MiddleRing(LocalRing):
         self._busy.clear()
 
     def scan(
-        self, own: AffineMap, initial: Tensor | None, *, reverse: bool, check: Callable[[], None]
+        self,
+        own: AffineMap,
+        initial: Tensor | None,
+        *,
+        reverse: bool,
+        check: Callable[[], None],
+        output_leaving: bool = True,
     ) -> DeviceScan:
         inbox = self._ports_of(self.layout_of(own))[reverse].inbox
         if inbox.shape not in self._states:
             self._states[inbox.shape] = torch.zeros(inbox.shape, dtype=inbox.dtype, pin_memory=True)
         self.wire.wait_stream(torch.cuda.current_stream())
-        found = super().scan(own, initial, reverse=reverse, check=check)
+        found = super().scan(
+            own, initial, reverse=reverse, check=check, output_leaving=output_leaving
+        )
         with torch.cuda.stream(self.wire):
             lag = self._lags[reverse]
             self._sink[: len(lag)].copy_(lag, non_blocking=True)
@@ -158,7 +166,7 @@ class _MiddleRing(LocalRing):
         with torch.cuda.stream(receiver.stream):
             receiver.stream.wait_stream(self.stream)
             nothing = AffineMap(torch.zeros_like(own.update), own.transition)
-            receiver.scan(nothing, None, reverse=reverse, check=check)
+            receiver.scan(nothing, None, reverse=reverse, check=check, output_leaving=False)
         self._busy |= {self.wire, receiver.stream}
         return found
 

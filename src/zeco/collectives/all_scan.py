@@ -40,7 +40,7 @@ class _Kept:
     entering: Tensor
     leaving: Tensor
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def wait_for_both(self) -> tuple[Tensor, Tensor]:
         """Return the results."""
         return self.entering, self.leaving
 
@@ -66,6 +66,7 @@ class _Call:
         self.backward_scan: ScanHandle | None = None
         self.d_leaving: Tensor | None = None
         self.entering: Tensor | None = None
+        self.needs_d_initial = False
 
     @property
     def is_first(self) -> bool:
@@ -91,6 +92,7 @@ class _StartFunction(torch.autograd.Function):
                 reverse=call.reverse,
                 **call.options,
             )
+        call.needs_d_initial = call.is_first and ctx.needs_input_grad[2]
         ctx.call = call
         ctx.save_for_backward(*parameters)
         # What ties the two halves together for autograd; it carries no data.
@@ -108,8 +110,6 @@ class _StartFunction(torch.autograd.Function):
         transition = call.transition.with_parameters(ctx.saved_tensors)
         d_parameters = transition.gradient(d_update, entering)
         call.backward_scan = call.entering = call.d_leaving = None
-        if not (call.is_first and ctx.needs_input_grad[2]):
-            d_initial = None
         return None, d_update, d_initial, *d_parameters
 
 
@@ -122,7 +122,7 @@ class _WaitFunction(torch.autograd.Function):
         if scan is None:
             raise ArgumentError("wait() was called twice on one handle; keep the first result")
         call.forward_scan = None
-        entering, leaving = scan.wait()
+        entering, leaving = scan.wait_for_both()
         if call.slot is not None:
             call.slot.write(entering, leaving)
         ctx.call = call
@@ -137,8 +137,14 @@ class _WaitFunction(torch.autograd.Function):
         call.d_leaving = d_leaving
         transition = call.transition.with_parameters(tuple(parameters))
         own = AffineMap(d_entering, transition).adjoint(d_entering, d_leaving)
+        # What leaves this scan at its last rank, where the forward one began, is dinitial.
         call.backward_scan = start_scan(
-            call.transport, own, reverse=not call.reverse, purpose=BACKWARD, **call.options
+            call.transport,
+            own,
+            reverse=not call.reverse,
+            purpose=BACKWARD,
+            output_leaving=call.needs_d_initial,
+            **call.options,
         )
         return None, d_entering.new_empty(0), *[None for _ in parameters]
 

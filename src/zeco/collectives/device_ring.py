@@ -24,7 +24,9 @@ from zeco.core.transitions import Reset
 if TYPE_CHECKING:
     from zeco.kernels.device_scan import Ports, ScanLayout
 
-States = tuple[Tensor, Tensor]
+States = tuple[Tensor, Tensor | None]
+"""What enters and what leaves a rank; None where the rank didn't ask for the latter."""
+
 Mailbox = tuple[Tensor, Tensor]
 """An inbox, and where its sender reads that there is room again."""
 
@@ -82,6 +84,8 @@ class DeviceScan:
 
     def wait(self) -> States:
         """Make the current stream wait for (entering, leaving) [B, H, K, V] and return them.
+
+        The latter is None where the rank didn't ask for it.
 
         Raises:
             RankFailedError: a scan was found to have failed; one that fails later makes its states
@@ -160,6 +164,7 @@ class DeviceRing(ABC):
         *,
         reverse: bool,
         check: Callable[[], None],
+        output_leaving: bool = True,
     ) -> DeviceScan:
         """Start a scan; see `zeco.collectives.scan.start_scan`.
 
@@ -168,6 +173,7 @@ class DeviceRing(ABC):
             initial: the state that enters the first rank in that direction.
             reverse: whether the state travels from the last rank to the first.
             check: raises if a scan of this ring has failed.
+            output_leaving: whether this rank's leaving state is written; ranks needn't agree.
         """
         from zeco.kernels.device_scan import Role, launch_scan
 
@@ -186,7 +192,8 @@ class DeviceRing(ABC):
         parameters = tuple(_laid_out(p) for p in own.transition.parameters)
         transition = own.transition.with_parameters(parameters)
         given = _laid_out(initial) if initial is not None and role.first else None
-        entering, leaving = torch.empty_like(update), torch.empty_like(update)
+        entering = torch.empty_like(update)
+        leaving = torch.empty_like(update) if output_leaving else None
 
         def program() -> States:
             launch_scan(

@@ -148,7 +148,7 @@ def _load_kernel(layout: ScanLayout, ports: Ports, device: torch.device, timeout
         None,
         timeout_s=timeout_s,
         entering=torch.empty_like(state),
-        leaving=torch.empty_like(state),
+        leaving=None,
     )
 
 

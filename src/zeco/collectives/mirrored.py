@@ -63,9 +63,11 @@ class MirroredTransport(Transport):
         return self.base.device_ring(device)
 
     def start_device_scan(
-        self, own: AffineMap, initial: Tensor | None, *, reverse: bool
-    ) -> Task[tuple[Tensor, Tensor]]:
-        return self.base.start_device_scan(own, initial, reverse=not reverse)
+        self, own: AffineMap, initial: Tensor | None, *, reverse: bool, output_leaving: bool
+    ) -> Task[tuple[Tensor, Tensor | None]]:
+        return self.base.start_device_scan(
+            own, initial, reverse=not reverse, output_leaving=output_leaving
+        )
 
     def check_device_scans(self) -> None:
         self.base.check_device_scans()

@@ -31,10 +31,17 @@ ALGORITHMS = ("auto", *BUILDERS, DEVICE_CHAIN)
 
 @dataclass(eq=False)
 class ScanHandle:
-    """A scan under way."""
+    """A scan under way.
+
+    Attributes:
+        transport: this rank's end of the group.
+        task: the scan.
+        output_leaving: whether this rank asked for its leaving state.
+    """
 
     transport: Transport
-    task: Task[tuple[Tensor, Tensor]]
+    task: Task[tuple[Tensor, Tensor | None]]
+    output_leaving: bool = True
 
     @property
     def can_be_held_up(self) -> bool:
@@ -47,12 +54,28 @@ class ScanHandle:
         """
         return isinstance(self.task, StreamTask)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return (entering, leaving) [B, H, K, V]; the ledger counts the time until they are there."""
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        """Return (entering, leaving) [B, H, K, V]; the ledger counts the time until they are there.
+
+        The latter is None where this rank didn't ask for it, whatever the algorithm.
+        """
         start = time.perf_counter()
-        states = self.task.wait()
+        entering, leaving = self.task.wait()
         self.transport.ledger.count_wait(time.perf_counter() - start)
-        return states
+        return entering, leaving if self.output_leaving else None
+
+    def wait_for_both(self) -> tuple[Tensor, Tensor]:
+        """Return what `wait` does, on a rank that asked for the leaving state.
+
+        Raises:
+            ArgumentError: it didn't. A None that is passed on as an initial state would be zeros.
+        """
+        entering, leaving = self.wait()
+        if leaving is None:
+            raise ArgumentError(
+                "this scan was started without its leaving state; start it with output_leaving=True"
+            )
+        return entering, leaving
 
 
 def start_scan(
@@ -65,6 +88,7 @@ def start_scan(
     num_blocks: int | None = None,
     purpose: str = FORWARD,
     local_pass: Pass | None = None,
+    output_leaving: bool = True,
 ) -> ScanHandle:
     """Start a scan over the ranks' maps.
 
@@ -77,10 +101,19 @@ def start_scan(
         num_blocks: pipeline blocks; None lets the cost model choose.
         purpose: under which the ledger counts the messages.
         local_pass: see `Execution`; it runs at once, in the caller's thread.
+        output_leaving: whether this rank wants its leaving state; else the handle gives None, and a
+            scan inside a kernel doesn't write it. Ranks needn't agree.
     """
     plan = make_plan(transport, own, algorithm, num_blocks)
     if plan.algorithm == DEVICE_CHAIN:
-        return _start_device_scan(transport, own, initial, reverse=reverse, purpose=purpose)
+        return _start_device_scan(
+            transport,
+            own,
+            initial,
+            reverse=reverse,
+            purpose=purpose,
+            output_leaving=output_leaving,
+        )
     transport.check_tensor(own.update)
     B, H, K, V = own.update.shape
     algebra = make_algebra(own.transition, (B, H, K, V), plan.num_blocks)
@@ -108,8 +141,8 @@ def start_scan(
         start = time.perf_counter()
         states = program()
         transport.ledger.count_wait(time.perf_counter() - start - execution.pass_s)
-        return ScanHandle(transport, Ended(states))
-    return ScanHandle(transport, transport.submit(program))
+        return ScanHandle(transport, Ended(states), output_leaving)
+    return ScanHandle(transport, transport.submit(program), output_leaving)
 
 
 def _start_device_scan(
@@ -119,16 +152,19 @@ def _start_device_scan(
     *,
     reverse: bool,
     purpose: str,
+    output_leaving: bool,
 ) -> ScanHandle:
     """Start a scan inside kernels; the ledger counts its blocks as messages."""
     with torch.no_grad():
-        task = transport.start_device_scan(own, initial, reverse=reverse)
+        task = transport.start_device_scan(
+            own, initial, reverse=reverse, output_leaving=output_leaving
+        )
     transport.ledger.count_scan(purpose)
     if transport.rank != (0 if reverse else transport.size - 1):
         num_bytes = own.update.numel() * own.update.element_size()
         num_blocks = transport.device_ring(own.update.device).layout_of(own).num_blocks
         transport.ledger.count_sent(purpose, num_bytes, num_blocks)
-    return ScanHandle(transport, task)
+    return ScanHandle(transport, task, output_leaving)
 
 
 def make_plan(transport: Transport, own: AffineMap, algorithm: str, num_blocks: int | None) -> Plan:

@@ -182,11 +182,17 @@ class Transport(ABC):
         raise UnsupportedError(str(self.why_no_device_scans(device)))
 
     def start_device_scan(
-        self, own: AffineMap, initial: Tensor | None, *, reverse: bool
-    ) -> Task[tuple[Tensor, Tensor]]:
+        self, own: AffineMap, initial: Tensor | None, *, reverse: bool, output_leaving: bool
+    ) -> Task[tuple[Tensor, Tensor | None]]:
         """Start a scan inside kernels; see `zeco.collectives.scan.start_scan`."""
         ring = self.device_ring(own.update.device)
-        return ring.scan(own, initial, reverse=reverse, check=self.check_device_scans)
+        return ring.scan(
+            own,
+            initial,
+            reverse=reverse,
+            check=self.check_device_scans,
+            output_leaving=output_leaving,
+        )
 
     def check_device_scans(self) -> None:
         """Raise if a scan inside a kernel was found to have failed, without waiting for any."""

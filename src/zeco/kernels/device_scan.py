@@ -249,7 +249,7 @@ def launch_scan(
     *,
     timeout_s: float,
     entering: Tensor,
-    leaving: Tensor,
+    leaving: Tensor | None,
 ) -> None:
     """Launch a rank's part of a scan on the current stream.
 
@@ -262,7 +262,7 @@ def launch_scan(
         initial: what enters the first rank, contiguous; None for zeros; not used elsewhere.
         timeout_s: how long the kernel waits in all.
         entering: is written, [B, H, K, V], contiguous.
-        leaving: is written, [B, H, K, V], contiguous.
+        leaving: is written, [B, H, K, V], contiguous; None where nobody reads it.
     """
     given = initial if role.first else None
     inbox = ports.inbox
@@ -275,7 +275,7 @@ def launch_scan(
         update,
         _parameter(transition, update),
         entering,
-        leaving,
+        entering if leaving is None else leaving,
         inbox,
         ports.outbox,
         ports.room,
@@ -288,6 +288,7 @@ def launch_scan(
         int(role.last),
         int(isinstance(transition, Reset)),
         int(given is not None),
+        int(leaving is not None),
         int(timeout_s * 1e6),
         layout.num_blocks,
         num_warps=layout.num_warps,

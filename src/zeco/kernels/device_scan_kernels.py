@@ -2,8 +2,8 @@
 
 A thread block walks over the state's blocks ``program, program + programs, ...``: it reads its own map
 (before it waits), waits for the entering block, and sends the leaving block on before it writes its own
-results. On the first rank what enters takes the place of the inbox, and nothing is waited for.
-`zeco.kernels.device_scan` launches, and says how states are cut.
+results, what leaves only where it is wanted. On the first rank what enters takes the place of the inbox,
+and nothing is waited for. `zeco.kernels.device_scan` launches, and says how states are cut.
 """
 # ruff: noqa: SIM108  (a conditional expression would compile both sides)
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -24,6 +24,9 @@ from zeco.kernels.device_mail import (
     send,
     wait_for_room,
 )
+
+FREE = ["rank", "first", "last", "resets", "has_initial", "writes_leaving", "timeout_us"]
+"""Numbers whose values no kernel is compiled for: ranks and scans differ in them."""
 
 
 @triton.jit
@@ -120,7 +123,7 @@ def look_at_block(
     return look(inbox + start, there, WORDS, LANES)
 
 
-@triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
+@triton.jit(do_not_specialize=FREE)
 def elementwise_scan_kernel(
     update,
     log_decay,
@@ -138,6 +141,7 @@ def elementwise_scan_kernel(
     last,
     resets,
     has_initial,
+    writes_leaving,
     timeout_us,
     num_blocks,
     NUMEL: tl.constexpr,
@@ -203,7 +207,8 @@ def elementwise_scan_kernel(
         send(outbox + start, y, lost, sends, WORDS, LANES, INTERPRETED)
         inside = element < (NUMEL if NUMEL % SIZE == 0 else NUMEL - start)
         tl.store(entering + start + element, x, mask=inside, eviction_policy="evict_first")
-        tl.store(leaving + start + element, y, mask=inside, eviction_policy="evict_first")
+        wanted = inside & (writes_leaving != 0)
+        tl.store(leaving + start + element, y, mask=wanted, eviction_policy="evict_first")
         empty(inbox + start, lost, receives, WORDS, LANES, INTERPRETED)
         u, g = next_u, next_g
     finish(epochs, room_before, epoch, receives, INTERPRETED)
@@ -226,7 +231,7 @@ def split_matrices(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return a, b, c, d
 
 
-@triton.jit(do_not_specialize=["rank", "first", "last", "resets", "has_initial", "timeout_us"])
+@triton.jit(do_not_specialize=FREE)
 def dense_scan_kernel(
     update,
     matrix,
@@ -244,6 +249,7 @@ def dense_scan_kernel(
     last,
     resets,
     has_initial,
+    writes_leaving,
     timeout_us,
     num_blocks,
     K: tl.constexpr,
@@ -338,5 +344,5 @@ def dense_scan_kernel(
                     y = tl.dot(a, b, acc=y, input_precision=PRECISION, out_dtype=y.dtype)
         out = y.reshape(WORDS, LANES)
         send(outbox + start, out, lost, sends, WORDS, LANES, INTERPRETED)
-        tl.store(leaving + at, out, mask=inside, cache_modifier=".cs")
+        tl.store(leaving + at, out, mask=inside & (writes_leaving != 0), cache_modifier=".cs")
     finish(epochs, room_before, epoch, receives, INTERPRETED)

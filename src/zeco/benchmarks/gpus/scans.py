@@ -149,7 +149,7 @@ def _scan_calls(team: Team, own: AffineMap) -> dict[str, Call]:
                     reverse=number % 2 == 1,
                     algorithm=algorithm,
                     num_blocks=num_blocks,
-                ).wait()
+                ).wait_for_both()
 
         return scan
 

@@ -51,9 +51,20 @@ class Scanned:
         for slot, segment in enumerate(segments):
             own = segment.summarize(initials[slot])
             if is_turn(transport, slot):
-                _, initial = scans[-1].wait()
+                _, initial = scans[-1].wait_for_both()
             down = travels_down(slot)
-            scans.append(self._start(transport, own, initial, reverse=down, purpose=FORWARD))
+            # At a turn what leaves enters the next slot; the finals are the segments' own.
+            turns = slot + 1 < len(segments) and is_turn(transport, slot + 1)
+            scans.append(
+                self._start(
+                    transport,
+                    own,
+                    initial,
+                    reverse=down,
+                    purpose=FORWARD,
+                    output_leaving=turns,
+                )
+            )
         if self.overlap:
             for segment in segments:
                 segment.prepare()
@@ -92,13 +103,14 @@ class Scanned:
             own = AffineMap(d_entering, segment.transition())
             arriving = None
             if is_turn(transport, slot + 1) and slot + 1 in scans:
-                _, arriving = scans[slot + 1].wait()
+                _, arriving = scans[slot + 1].wait_for_both()
             scans[slot] = self._start(
                 transport,
                 own.adjoint(d_entering, None if d_final is None else d_final[-1]),
                 arriving,
                 reverse=not travels_down(slot),
                 purpose=BACKWARD,
+                output_leaving=is_turn(transport, slot),
             )
         if self.overlap:
             for slot in slots:
@@ -124,6 +136,7 @@ class Scanned:
         *,
         reverse: bool,
         purpose: str,
+        output_leaving: bool,
     ) -> ScanHandle:
         return start_scan(
             transport,
@@ -133,4 +146,5 @@ class Scanned:
             algorithm=self.algorithm,
             num_blocks=self.num_blocks,
             purpose=purpose,
+            output_leaving=output_leaving,
         )
