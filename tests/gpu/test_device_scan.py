@@ -412,6 +412,12 @@ def test_auto_takes_it_for_threads_that_share_a_gpu():
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_threads_on_one_gpu_take_its_scope():
+    (ring, _) = open_rings(2)
+    own = AffineMap(torch.zeros(SHAPE, device="cuda"), Identity())
+    assert ring.layout_of(own).scope == "gpu"
+
+
 def test_more_ranks_than_the_gpu_holds_are_refused():
     update = torch.zeros(SHAPE, device="cuda")
 
@@ -455,6 +461,8 @@ def one_process_each(kind, steps):
         )  # fmt: skip
         difference = (entering - expected[0, rank]).norm() / (expected.norm() + 1e-30)
         worst = max(worst, float(difference))
+    own = AffineMap(updates[rank], Identity())
+    assert transport_of(None).device_ring(updates.device).layout_of(own).scope == "sys"
     return worst
 
 

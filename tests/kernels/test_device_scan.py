@@ -6,10 +6,14 @@ The cases run in a process of their own: see the fixture.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 import torch
+
+NOTE = "st.relaxed.sys.global.s64"
+"""The store of what the host shall find."""
 
 CASES = Path(__file__).with_name("device_scan_cases.py")
 
@@ -24,19 +28,21 @@ def test_interpreted_kernels(part, run_interpreted):
     run_interpreted(CASES, part)
 
 
+@pytest.mark.parametrize("scope", ["gpu", "sys"])
 @pytest.mark.parametrize(
     "kind,channels",
     [("identity", 128), ("scalar", 128), ("diagonal", 128), ("dense", 128), ("dense", 40)],
 )
-def test_every_word_is_received_once(kind, channels, compile_for_hopper):
-    """Compiled for Hopper, without a GPU.
+def test_every_word_is_received_once(kind, channels, scope, compile_for_hopper):
+    """Compiled for Hopper, without a GPU; words in the ring's scope, notes for the host in the system's.
 
     Triton may copy an operation whose result it wants in several layouts, even one that waits.
     """
     from zeco.kernels.device_scan import UNROLL, choose_kernel, make_layout
 
     shape = (1, 32, channels, 128)
-    layout = make_layout(shape, torch.float32, kind, max_programs=16, tensor_cores=True)
+    options = {"max_programs": 16, "tensor_cores": True, "scope": scope}
+    layout = make_layout(shape, torch.float32, kind, **options)
     kernel, constants = choose_kernel(layout, interpreted=False)
     dtypes = {"inbox": torch.int32, "outbox": torch.int32}
     places = ("room", "room_before", "epochs", "status", "broken")
@@ -53,7 +59,11 @@ def test_every_word_is_received_once(kind, channels, compile_for_hopper):
     # The loop is unrolled, and what is left of it follows.
     copies = 1 if kind == "dense" else UNROLL + 1
     pack = layout.words // (32 * layout.num_warps)
-    assert ptx.count("ld.relaxed.sys.global.v4") == copies * pack
+    assert ptx.count(f"ld.relaxed.{scope}.global.v4") == copies * pack
+    assert ptx.count(NOTE) > 0
+    words = re.findall(r"(ld|st)\.(relaxed|acquire|release)\.(\w+)", ptx.replace(NOTE, ""))
+    ways = {("ld", "relaxed"), ("st", "relaxed"), ("ld", "acquire"), ("st", "release")}
+    assert set(words) == {(*way, scope) for way in ways}
     if kind != "dense":
         assert (
             made.metadata.shared == 0

@@ -121,7 +121,8 @@ class _MiddleRing(LocalRing):
     """
 
     def __init__(self, rank: int, size: int, hop_us: float, device: torch.device) -> None:
-        three = LocalRings(3, timeout_s=10.0)
+        # A copy engine writes to the inbox, in place of a rank with a GPU of its own.
+        three = LocalRings(3, timeout_s=10.0, scope="sys")
         super().__init__(three, 1, device, three.ring(1, device).max_programs)
         three.rings[1] = self
         self.neighbours = three.rings[0], three.rings[2]

@@ -106,6 +106,7 @@ class DeviceRing(ABC):
         device: of the states.
         max_programs: thread blocks that a scan may have; the same on every rank.
         tensor_cores: whether the GPUs multiply TF32 numbers; the same on every rank.
+        scope: of what kernels write to each other, the same on every rank; see `ScanLayout`.
         timeout_s: how long a kernel waits for the others.
     """
 
@@ -117,6 +118,7 @@ class DeviceRing(ABC):
         *,
         max_programs: int,
         tensor_cores: bool,
+        scope: str,
         timeout_s: float,
     ) -> None:
         self.rank = rank
@@ -124,6 +126,7 @@ class DeviceRing(ABC):
         self.device = device
         self.max_programs = max_programs
         self.tensor_cores = tensor_cores
+        self.scope = scope
         self.timeout_s = timeout_s
         self.stream = torch.cuda.Stream(device, priority=PRIORITY)
         # Not 0 once a scan has failed: none waits after that, whatever its layout.
@@ -154,6 +157,7 @@ class DeviceRing(ABC):
             own.update.dtype,
             kind,
             max_programs=self.max_programs,
+            scope=self.scope,
             tensor_cores=self.tensor_cores,
         )
 

@@ -69,11 +69,13 @@ class LocalRings:
     Args:
         size: ranks.
         timeout_s: how long a kernel waits for the others.
+        scope: of what kernels write to each other; "sys" if anything else writes to the inboxes.
     """
 
-    def __init__(self, size: int, *, timeout_s: float) -> None:
+    def __init__(self, size: int, *, timeout_s: float, scope: str = "gpu") -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.scope = scope
         self.rings: list[LocalRing] = []
         self.ports: dict[ScanLayout, list[tuple[Ports, Ports]]] = {}
         self.callers: dict[int, int] = {}
@@ -164,6 +166,7 @@ class LocalRing(DeviceRing):
             device,
             max_programs=max_programs,
             tensor_cores=has_tensor_cores(device),
+            scope=rings.scope,
             timeout_s=rings.timeout_s,
         )
         self._rings = rings

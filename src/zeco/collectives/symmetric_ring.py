@@ -128,6 +128,7 @@ class SymmetricRing(DeviceRing):
             device,
             max_programs=min(PROGRAMS, fewest // 2),
             tensor_cores=all(place.tensor_cores for place in places),
+            scope="sys",
             timeout_s=timeout_s,
         )
         self._group = group

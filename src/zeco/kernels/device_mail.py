@@ -22,18 +22,23 @@ from zeco.kernels.device_ptx import (
     CAUSE_BIT,
     EMPTY,
     EMPTY_WORD,
-    GIVE_ROOM,
+    GIVE_ROOM_GPU,
+    GIVE_ROOM_SYS,
     LATE,
     LOST,
     NO_ROOM,
     PLAIN,
-    READ_ROOM,
-    SEND_32,
+    READ_ROOM_GPU,
+    READ_ROOM_SYS,
+    SEND_32_GPU,
     SEND_32_KINDS,
-    SEND_64,
+    SEND_32_SYS,
+    SEND_64_GPU,
     SEND_64_KINDS,
+    SEND_64_SYS,
     SENT_AS_LOST,
-    WAIT_FOR_ROOM,
+    WAIT_FOR_ROOM_GPU,
+    WAIT_FOR_ROOM_SYS,
 )
 
 
@@ -132,7 +137,14 @@ def receive(
 
 @triton.jit
 def send(
-    outbox, state, lost, active, WORDS: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr
+    outbox,
+    state,
+    lost,
+    active,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Write a block's elements [WORDS, LANES] into an inbox, if active.
 
@@ -151,7 +163,7 @@ def send(
     elif LANES == 4:
         a, b, c, d = split_in_four(bits, WORDS)
         tl.inline_asm_elementwise(
-            SEND_32,
+            SEND_32_GPU if SCOPE == "gpu" else SEND_32_SYS,
             SEND_32_KINDS,
             [outbox + words * LANES, a, b, c, d, lost, active],
             dtype=tl.int32,
@@ -161,7 +173,7 @@ def send(
     else:
         a, b = tl.split(bits)
         tl.inline_asm_elementwise(
-            SEND_64,
+            SEND_64_GPU if SCOPE == "gpu" else SEND_64_SYS,
             SEND_64_KINDS,
             [outbox + words * LANES, a, b, lost, active],
             dtype=tl.int32,
@@ -194,19 +206,34 @@ def empty(inbox, lost, active, WORDS: tl.constexpr, LANES: tl.constexpr, INTERPR
 
 
 @triton.jit
-def read_room(room, INTERPRETED: tl.constexpr):
+def read_room(room, SCOPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return the last epoch of which the receiver has emptied what it got."""
     if INTERPRETED:
         seen = tl.load(room)
     else:
         seen = tl.inline_asm_elementwise(
-            READ_ROOM, "=l,l", [room], dtype=tl.int64, is_pure=False, pack=1
+            READ_ROOM_GPU if SCOPE == "gpu" else READ_ROOM_SYS,
+            "=l,l",
+            [room],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
         )
     return seen
 
 
 @triton.jit
-def wait_for_room(seen, room, epoch, deadline, status, broken, what, INTERPRETED: tl.constexpr):
+def wait_for_room(
+    seen,
+    room,
+    epoch,
+    deadline,
+    status,
+    broken,
+    what,
+    SCOPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Return 1 once the receiver has emptied what it got in an epoch; 0, and a note, if too late.
 
     If it was ``seen`` to have done so earlier, nothing is read.
@@ -218,7 +245,7 @@ def wait_for_room(seen, room, epoch, deadline, status, broken, what, INTERPRETED
         tl.store(broken, whole, mask=found == 0)
     else:
         found = tl.inline_asm_elementwise(
-            WAIT_FOR_ROOM,
+            WAIT_FOR_ROOM_GPU if SCOPE == "gpu" else WAIT_FOR_ROOM_SYS,
             "=&r,l,l,l,l,l,l,l",
             [room, epoch, deadline, status, broken, what, seen],
             dtype=tl.int32,
@@ -229,12 +256,17 @@ def wait_for_room(seen, room, epoch, deadline, status, broken, what, INTERPRETED
 
 
 @triton.jit
-def give_room(room, epoch, INTERPRETED: tl.constexpr):
+def give_room(room, epoch, SCOPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Tell the sender that the whole thread block has emptied what it got in an epoch."""
     tl.debug_barrier()
     if INTERPRETED:
         tl.store(room, epoch)
     else:
         tl.inline_asm_elementwise(
-            GIVE_ROOM, "=r,l,l", [room, epoch], dtype=tl.int32, is_pure=False, pack=1
+            GIVE_ROOM_GPU if SCOPE == "gpu" else GIVE_ROOM_SYS,
+            "=r,l,l",
+            [room, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )

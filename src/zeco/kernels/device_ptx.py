@@ -1,7 +1,8 @@
 """Words that ranks exchange inside kernels, and the PTX that waits for them, sends and empties them.
 
-See `zeco.kernels.device_mail`, which calls it. Loads and stores of words are relaxed ones of system
-scope; room for more is given by a release and taken by an acquire.
+See `zeco.kernels.device_mail`, which calls it. Loads and stores of words are relaxed; room for more is
+given by a release and taken by an acquire. Their scope is that of PTX's memory model: ``gpu`` where all
+ranks are on one GPU, ``sys`` where they write to other GPUs. Notes for the host are always of ``sys``.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 import triton.language as tl
 
 WORD_BYTES = 16
+
+SCOPES = ("gpu", "sys")
+"""How far off the ranks are that words are for: all on this GPU, or on others too."""
 
 EMPTY = tl.constexpr(-1)
 """Nothing has been written here yet."""
@@ -33,7 +37,7 @@ CAUSE_BIT = tl.constexpr(60)
 """Where a note's cause begins; below it are the rank (12 bits), the block (16) and the scan (32)."""
 
 
-def receive_asm(bits: int, pack: int) -> tuple[str, str]:
+def receive_asm(bits: int, pack: int, scope: str) -> tuple[str, str]:
     """Return PTX that waits for ``pack`` words of a thread, and its operands' kinds.
 
     The operands are the words' elements (first elements of all words, second ones, ...) and what is
@@ -48,6 +52,7 @@ def receive_asm(bits: int, pack: int) -> tuple[str, str]:
     Args:
         bits: of an element, 32 or 64.
         pack: words a thread.
+        scope: of the loads of words.
     """
     lanes = WORD_BYTES * 8 // bits
     words = [[f"${lane * pack + word}" for lane in range(lanes)] for word in range(pack)]
@@ -92,10 +97,10 @@ def receive_asm(bits: int, pack: int) -> tuple[str, str]:
         "mov.b64 first, {low, high};",
         "bra TEST;",
         "LOOK:",
-        f"ld.relaxed.sys.global.b{bits} greatest, [first];",
+        f"ld.relaxed.{scope}.global.b{bits} greatest, [first];",
         *go_if_any_thread(f"setp.eq.s{bits} found, greatest, {EMPTY.value};", "AGAIN"),
         *(
-            f"ld.relaxed.sys.global.v{lanes}.b{bits} {{{', '.join(word)}}}, [{address}];"
+            f"ld.relaxed.{scope}.global.v{lanes}.b{bits} {{{', '.join(word)}}}, [{address}];"
             for word, address in zip(words, addresses, strict=True)
         ),
         *find_greatest,
@@ -132,8 +137,8 @@ def receive_asm(bits: int, pack: int) -> tuple[str, str]:
     return "{\n" + "\n".join(lines) + "\n}", ",".join(kinds)
 
 
-def _send_asm(bits: int) -> tuple[str, str]:
-    """Return PTX that writes a word ($2...) to an address ($1), and its operands' kinds.
+def _send_asm(bits: int, scope: str) -> str:
+    """Return PTX that writes a word ($2...) to an address ($1).
 
     The two operands after the word say whether it is lost, and whether to write at all.
     """
@@ -149,15 +154,16 @@ def _send_asm(bits: int) -> tuple[str, str]:
         "@!lost bra WRITE;",
         *(f"mov.b{bits} {k}, {LOST.value};" for k in kept),
         "WRITE:",
-        f"@active st.relaxed.sys.global.v{lanes}.b{bits} [$1], {{{', '.join(kept)}}};",
+        f"@active st.relaxed.{scope}.global.v{lanes}.b{bits} [$1], {{{', '.join(kept)}}};",
         "mov.u32 $0, 0;",
     ]
-    kinds = ["=r", "l", *["r" if bits == 32 else "l"] * lanes, "r", "r"]
-    return "{\n" + "\n".join(lines) + "\n}", ",".join(kinds)
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
-SEND_32, SEND_32_KINDS = (tl.constexpr(part) for part in _send_asm(32))
-SEND_64, SEND_64_KINDS = (tl.constexpr(part) for part in _send_asm(64))
+SEND_32_GPU, SEND_32_SYS = (tl.constexpr(_send_asm(32, scope)) for scope in SCOPES)
+SEND_64_GPU, SEND_64_SYS = (tl.constexpr(_send_asm(64, scope)) for scope in SCOPES)
+SEND_32_KINDS = tl.constexpr("=r,l,r,r,r,r,r,r")
+SEND_64_KINDS = tl.constexpr("=r,l,l,l,r,r")
 
 EMPTY_WORD = tl.constexpr(f"""{{
 .reg .pred active;
@@ -166,9 +172,18 @@ setp.ne.s32 active, $3, 0;
 mov.u32 $0, $2;
 }}""")
 
-READ_ROOM = tl.constexpr("ld.acquire.sys.global.s64 $0, [$1];")
+READ_ROOM_GPU, READ_ROOM_SYS = (
+    tl.constexpr(f"ld.acquire.{scope}.global.s64 $0, [$1];") for scope in SCOPES
+)
 
-WAIT_FOR_ROOM = tl.constexpr(f"""{{
+
+def _wait_for_room_asm(scope: str) -> str:
+    """Return PTX that waits until a number ($1) is at least another one ($2).
+
+    The operands after these are when to give up, the two places for a note, the note without its cause,
+    and the number as it was seen last.
+    """
+    return f"""{{
 .reg .pred found;
 .reg .u32 tries, turn;
 .reg .s64 seen, now, note;
@@ -177,7 +192,7 @@ mov.u32 $0, 1;
 mov.s64 seen, $7;
 bra TEST;
 LOOK:
-ld.acquire.sys.global.s64 seen, [$1];
+ld.acquire.{scope}.global.s64 seen, [$1];
 TEST:
 setp.ge.s64 found, seen, $2;
 @found bra DONE;
@@ -193,13 +208,22 @@ or.b64 note, $6, {NO_ROOM.value << CAUSE_BIT.value};
 st.relaxed.sys.global.s64 [$4], note;
 st.relaxed.sys.global.s64 [$5], note;
 DONE:
-}}""")
+}}"""
 
-GIVE_ROOM = tl.constexpr("""{
+
+WAIT_FOR_ROOM_GPU, WAIT_FOR_ROOM_SYS = (tl.constexpr(_wait_for_room_asm(scope)) for scope in SCOPES)
+
+
+def _give_room_asm(scope: str) -> str:
+    """Return PTX by which one thread of a thread block writes a number ($2) to an address ($1)."""
+    return f"""{{
 .reg .pred one;
 .reg .u32 thread;
 mov.u32 thread, %tid.x;
 setp.eq.u32 one, thread, 0;
-@one st.release.sys.global.s64 [$1], $2;
+@one st.release.{scope}.global.s64 [$1], $2;
 mov.u32 $0, 0;
-}""")
+}}"""
+
+
+GIVE_ROOM_GPU, GIVE_ROOM_SYS = (tl.constexpr(_give_room_asm(scope)) for scope in SCOPES)

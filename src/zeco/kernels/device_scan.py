@@ -27,7 +27,14 @@ from torch import Tensor
 from zeco.core.blocks import StateShape
 from zeco.core.errors import UnsupportedError
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar, Transition
-from zeco.kernels.device_ptx import CAUSE_BIT, LATE, NO_ROOM, SENT_AS_LOST, WORD_BYTES, receive_asm
+from zeco.kernels.device_ptx import (
+    CAUSE_BIT,
+    LATE,
+    NO_ROOM,
+    SENT_AS_LOST,
+    WORD_BYTES,
+    receive_asm,
+)
 from zeco.kernels.device_scan_kernels import dense_scan_kernel, elementwise_scan_kernel
 from zeco.kernels.launch import launch
 
@@ -55,6 +62,7 @@ class ScanLayout:
         programs: thread blocks a rank.
         words: words of 16 bytes a block of the state.
         num_warps: warps a thread block.
+        scope: of what ranks write to each other: "gpu" where all are on one GPU, else "sys".
         columns: of a head in a block, for dense transitions; 0 for the others.
         precision: of their products: "ieee", or "tf32x3" (three products of tensor cores, as exact).
         step: channels of a product at a time.
@@ -67,6 +75,7 @@ class ScanLayout:
     programs: int
     words: int
     num_warps: int
+    scope: str
     columns: int = 0
     precision: str = "ieee"
     step: int = 0
@@ -103,6 +112,7 @@ def make_layout(
     kind: str,
     *,
     max_programs: int,
+    scope: str = "sys",
     tensor_cores: bool = False,
     words: int | None = None,
     columns: int | None = None,
@@ -116,6 +126,7 @@ def make_layout(
         dtype: of the states.
         kind: of the transitions.
         max_programs: the most thread blocks that a rank may have.
+        scope: "gpu" where all ranks are on one GPU, in one process; else "sys".
         tensor_cores: whether the GPU multiplies TF32 numbers; for dense transitions in fp32.
         words: the most words of 16 bytes a block, for transitions that aren't dense; None takes
             what measured best.
@@ -140,6 +151,7 @@ def make_layout(
             programs=min(max_programs, -(-total // words)),
             words=words,
             num_warps=max(1, min(num_warps or 32, words // 32)),
+            scope=scope,
         )
     if K > MAX_K:
         raise UnsupportedError(
@@ -161,6 +173,7 @@ def make_layout(
         programs=min(max_programs, B * H * -(-V // columns)),
         words=words,
         num_warps=num_warps,
+        scope=scope,
         columns=columns,
         precision="tf32x3" if three else "ieee",
         step=step,
@@ -215,7 +228,7 @@ class Role:
 def choose_kernel(layout: ScanLayout, *, interpreted: bool) -> tuple[Any, dict[str, Any]]:
     """Return the kernel for a layout, and the arguments that it is compiled for."""
     pack = layout.words // (32 * layout.num_warps)
-    receive, receive_kinds = receive_asm(layout.dtype.itemsize * 8, pack)
+    receive, receive_kinds = receive_asm(layout.dtype.itemsize * 8, pack, layout.scope)
     B, H, K, V = layout.shape
     constants = {
         "K": K,
@@ -225,6 +238,7 @@ def choose_kernel(layout: ScanLayout, *, interpreted: bool) -> tuple[Any, dict[s
         "PACK": pack,
         "RECEIVE": receive,
         "RECEIVE_KINDS": receive_kinds,
+        "SCOPE": layout.scope,
         "INTERPRETED": interpreted,
     }
     if not layout.columns:

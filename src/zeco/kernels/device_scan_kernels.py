@@ -30,7 +30,17 @@ FREE = ["rank", "first", "last", "resets", "has_initial", "writes_leaving", "tim
 
 
 @triton.jit
-def begin(epochs, room, status, broken, rank, last, timeout_us, INTERPRETED: tl.constexpr):
+def begin(
+    epochs,
+    room,
+    status,
+    broken,
+    rank,
+    last,
+    timeout_us,
+    SCOPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Return this launch's epoch, its deadline, and whether there is room to send (int32).
 
     After a scan that failed none waits any more.
@@ -39,24 +49,24 @@ def begin(epochs, room, status, broken, rank, last, timeout_us, INTERPRETED: tl.
     # All three are under way at once.
     epoch = tl.load(epochs + program) + 1
     failed = tl.load(broken)
-    seen = read_room(room + program, INTERPRETED)
+    seen = read_room(room + program, SCOPE, INTERPRETED)
     patience = tl.where(failed == 0, tl.cast(timeout_us, tl.int64) * 1000, 0)
     deadline = read_clock(INTERPRETED) + patience
     sends = tl.cast(0, tl.int32)
     if last == 0:
         what = begin_note(rank, program, epoch)
         sends = wait_for_room(
-            seen, room + program, epoch - 1, deadline, status, broken, what, INTERPRETED
+            seen, room + program, epoch - 1, deadline, status, broken, what, SCOPE, INTERPRETED
         )
     return epoch, deadline, sends
 
 
 @triton.jit
-def finish(epochs, room_before, epoch, receives, INTERPRETED: tl.constexpr):
+def finish(epochs, room_before, epoch, receives, SCOPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Say that this program has emptied its blocks of the inbox, once all its threads have."""
     program = tl.program_id(0)
     if receives != 0:
-        give_room(room_before + program, epoch, INTERPRETED)
+        give_room(room_before + program, epoch, SCOPE, INTERPRETED)
     tl.store(epochs + program, epoch)
 
 
@@ -154,6 +164,7 @@ def elementwise_scan_kernel(
     PACK: tl.constexpr,
     RECEIVE: tl.constexpr,
     RECEIVE_KINDS: tl.constexpr,
+    SCOPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Scan states whose elements don't mix: ``leaving = exp(log_decay) entering + update``.
@@ -168,7 +179,7 @@ def elementwise_scan_kernel(
     u, g = load_rows(update, log_decay, program, NUMEL, K, V, KIND, WORDS, LANES)
     seen = look_at_block(inbox, program, receives, has_initial, NUMEL, WORDS, LANES)
     epoch, deadline, sends = begin(
-        epochs, room, status, broken, rank, last, timeout_us, INTERPRETED
+        epochs, room, status, broken, rank, last, timeout_us, SCOPE, INTERPRETED
     )
     if resets != 0:
         # Nothing of what enters leaves, so nothing is waited for.
@@ -176,7 +187,7 @@ def elementwise_scan_kernel(
         for block in tl.range(program, num_blocks, programs):
             own, _ = load_rows(update, log_decay, block, NUMEL, K, V, "identity", WORDS, LANES)
             there = outbox + tl.cast(block, tl.int64) * SIZE
-            send(there, own, never, sends, WORDS, LANES, INTERPRETED)
+            send(there, own, never, sends, WORDS, LANES, SCOPE, INTERPRETED)
         sends = tl.cast(0, tl.int32)
     # Unrolled, so that what is read ahead needn't be moved, for which it would have to be there.
     for block in tl.range(program, num_blocks, programs, loop_unroll_factor=UNROLL):
@@ -204,14 +215,14 @@ def elementwise_scan_kernel(
         x = bits.to(u.dtype, bitcast=True)
         decayed = x if KIND == "identity" else decay * x
         y = tl.where(resets != 0, u, decayed + u)
-        send(outbox + start, y, lost, sends, WORDS, LANES, INTERPRETED)
+        send(outbox + start, y, lost, sends, WORDS, LANES, SCOPE, INTERPRETED)
         inside = element < (NUMEL if NUMEL % SIZE == 0 else NUMEL - start)
         tl.store(entering + start + element, x, mask=inside, eviction_policy="evict_first")
         wanted = inside & (writes_leaving != 0)
         tl.store(leaving + start + element, y, mask=wanted, eviction_policy="evict_first")
         empty(inbox + start, lost, receives, WORDS, LANES, INTERPRETED)
         u, g = next_u, next_g
-    finish(epochs, room_before, epoch, receives, INTERPRETED)
+    finish(epochs, room_before, epoch, receives, SCOPE, INTERPRETED)
 
 
 @triton.jit
@@ -264,6 +275,7 @@ def dense_scan_kernel(
     PACK: tl.constexpr,
     RECEIVE: tl.constexpr,
     RECEIVE_KINDS: tl.constexpr,
+    SCOPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Scan states [B·H, K, V] that are multiplied by matrices [B·H, K, K].
@@ -278,7 +290,7 @@ def dense_scan_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch, deadline, sends = begin(
-        epochs, room, status, broken, rank, last, timeout_us, INTERPRETED
+        epochs, room, status, broken, rank, last, timeout_us, SCOPE, INTERPRETED
     )
     receives = (first == 0).to(tl.int32)
     element = tl.arange(0, WORDS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -290,7 +302,7 @@ def dense_scan_kernel(
             at = tl.cast(block // GROUPS, tl.int64) * (K * V) + row * V + cols
             own = tl.load(update + at, mask=(row < K) & (cols < V), other=0.0)
             there = outbox + tl.cast(block, tl.int64) * SIZE
-            send(there, own, never, sends, WORDS, LANES, INTERPRETED)
+            send(there, own, never, sends, WORDS, LANES, SCOPE, INTERPRETED)
         sends = tl.cast(0, tl.int32)
     k, v = tl.arange(0, BK), tl.arange(0, BV)
     for block in tl.range(program, num_blocks, programs):
@@ -343,6 +355,6 @@ def dense_scan_kernel(
                     b = load_tile(entering + head * (K * V), j, c, K, V)
                     y = tl.dot(a, b, acc=y, input_precision=PRECISION, out_dtype=y.dtype)
         out = y.reshape(WORDS, LANES)
-        send(outbox + start, out, lost, sends, WORDS, LANES, INTERPRETED)
+        send(outbox + start, out, lost, sends, WORDS, LANES, SCOPE, INTERPRETED)
         tl.store(leaving + at, out, mask=inside & (writes_leaving != 0), cache_modifier=".cs")
-    finish(epochs, room_before, epoch, receives, INTERPRETED)
+    finish(epochs, room_before, epoch, receives, SCOPE, INTERPRETED)
