@@ -6,6 +6,10 @@ Correctness first: no times for a kind that is wrong. Then scans back and forth,
 turn: each must have reached its last rank before the next can leave it, so the time of many, divided by
 their number, is that of one. All launches are queued behind a kernel that sleeps; what is left of them
 is the start of the next kernel on a stream that has it waiting. --sweep tries other cuts of the state.
+
+Times are of what layers ask for: the state that leaves is written by no rank (contiguous shards) or by
+the last one of the direction (where a zigzag turns; the gradient of an initial state). For the check all
+ranks write it.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ SCANS = 20
 CYCLES_PER_S = 1.98e9
 TIMEOUT_S = 2.0
 
+# Ranks that write the state that leaves them.
+LEAVING = ("none", "last", "all")
+
 # Words of 16 bytes a block, warps.
 ELEMENTWISE_CUTS = ((512, 16), (1024, 16), (1024, 32), (2048, 32))
 # Columns, warps, tensor cores, channels a step.
@@ -61,6 +68,7 @@ class Line:
 
     def __init__(self, layout: ScanLayout, ranks: int) -> None:
         self.layout = layout
+        self.leaving = "all"
         self.ranks = ranks
         device = torch.device("cuda")
         memory = [
@@ -85,11 +93,13 @@ class Line:
 
     def launch(self, rank: int, reverse: bool, alone: bool = False) -> None:
         first, last = (self.ranks - 1, 0) if reverse else (0, self.ranks - 1)
+        entering, leaving = self.results[reverse][rank]
+        writes = self.leaving == "all" or (self.leaving == "last" and rank == last)
         launch_scan(
             self.layout, self.ports[reverse][rank],
             Role(rank, alone or rank == first, alone or rank == last), self.updates[rank],
             self.transitions[rank], None, timeout_s=TIMEOUT_S,
-            entering=self.results[reverse][rank][0], leaving=self.results[reverse][rank][1],
+            entering=entering, leaving=leaving if writes else None,
         )  # fmt: skip
 
     def warm_up(self) -> None:
@@ -142,6 +152,7 @@ class Line:
     def error(self) -> float:
         """Return the largest relative error of one scan each way, against a fold in fp64."""
         worst = 0.0
+        self.leaving = "all"
         self.back_and_forth(2)
         for reverse in (False, True):
             state = torch.zeros(self.layout.shape, device="cuda", dtype=torch.float64)
@@ -158,12 +169,13 @@ class Line:
         return worst
 
 
-def measure(layout: ScanLayout, ranks: int, repeats: int) -> dict[str, Any]:
+def measure(layout: ScanLayout, ranks: int, repeats: int, leaving: str) -> dict[str, Any]:
     line = Line(layout, ranks)
     line.warm_up()
     error = line.error()
     if not error < 1e-5:
         return {"ranks": ranks, "error": error, "refused": "wrong"}
+    line.leaving = leaving
     line.back_and_forth(4)
     times = sorted(line.back_and_forth(SCANS) for _ in range(repeats))
     alone = statistics.median(line.back_and_forth(SCANS, alone=True) for _ in range(3))
@@ -182,6 +194,7 @@ def describe(layout: ScanLayout) -> dict[str, Any]:
     return {
         "kind": layout.kind,
         "state_mib": 4 * layout.num_blocks * layout.words * layout.lanes / 2**20,
+        "scope": layout.scope,
         "programs": layout.programs,
         "words": layout.words,
         "num_warps": layout.num_warps,
@@ -192,17 +205,19 @@ def describe(layout: ScanLayout) -> dict[str, Any]:
     }
 
 
-def run(kind: str, mib: float, ranks: tuple[int, ...], repeats: int, **options) -> dict[str, Any]:
-    found: dict[str, Any] = {"rows": []}
+def run(
+    kind: str, mib: float, ranks: tuple[int, ...], repeats: int, *, leaving: str, **options: Any
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"leaving": leaving, "rows": []}
     for count in ranks:
-        chosen = dict(options)
+        chosen = {"scope": "gpu"} | options
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         chosen.setdefault("tensor_cores", has_tensor_cores(torch.device("cuda")))
         chosen.setdefault("max_programs", programs_that_fit(count, multiprocessors, 32))
         layout = make_layout(shape_of(mib), torch.float32, kind, **chosen)
         found |= describe(layout)
         try:
-            row = measure(layout, count, repeats)
+            row = measure(layout, count, repeats, leaving)
         except RuntimeError as error:
             row = {"ranks": count, "refused": str(error)[:300]}
         found["rows"].append(row | {"programs": layout.programs})
@@ -220,8 +235,9 @@ def run(kind: str, mib: float, ranks: tuple[int, ...], repeats: int, **options) 
     if found["columns"]:
         settings = f"c{found['columns']}/{found['num_warps']} {found['precision']}/{found['step']}"
     print(
-        f"{kind:9} {mib:5} MiB {settings:22} {text} added {found.get('added_rank_us', -1):.2f} us "
-        f"error {errors:.1e}", *[r["refused"] for r in found["rows"] if "refused" in r], flush=True,
+        f"{kind:9} {mib:5} MiB {settings:22} leaving {leaving:4} {text} "
+        f"added {found.get('added_rank_us', -1):.2f} us error {errors:.1e}",
+        *[r["refused"] for r in found["rows"] if "refused" in r], flush=True,
     )  # fmt: skip
     return found
 
@@ -229,6 +245,7 @@ def run(kind: str, mib: float, ranks: tuple[int, ...], repeats: int, **options) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--leaving", nargs="+", choices=LEAVING, default=LEAVING[:2])
     parser.add_argument("--sweep", action="store_true", help="try other cuts at 2 MiB")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -236,15 +253,16 @@ def main() -> None:
     for kind in KINDS:
         for mib in MIB:
             ranks = RANKS if mib < 64 else (2, 8)
-            figures["runs"].append(run(kind, mib, ranks, arguments.repeats))
+            for leaving in arguments.leaving:
+                figures["runs"].append(run(kind, mib, ranks, arguments.repeats, leaving=leaving))
     command = "python " + shlex.join(sys.argv)
     write_record(arguments.out, command=command, figures=figures)
     if arguments.sweep:
         for words, warps in ELEMENTWISE_CUTS:
-            options = {"words": words, "num_warps": warps}
+            options = {"leaving": "none", "words": words, "num_warps": warps}
             figures["sweep"].append(run("diagonal", 2.0, (2, 8), 3, **options))
         for columns, warps, tensor_cores, step in DENSE_CUTS:
-            options = {"columns": columns, "num_warps": warps, "step": step}
+            options = {"leaving": "none", "columns": columns, "num_warps": warps, "step": step}
             options |= {"tensor_cores": tensor_cores}
             figures["sweep"].append(run("dense", 2.0, (2, 8), 3, **options))
         write_record(arguments.out, command=command, figures=figures)
