@@ -284,7 +284,7 @@ def _scan_s(transport: Transport, own: AffineMap, repetitions: int, **options: A
     for repetition in range(repetitions + 1):
         meet(transport, device)
         start = time.perf_counter()
-        start_scan(transport, own, purpose=PURPOSE, **options).wait()
+        start_scan(transport, own, purpose=PURPOSE, output_leaving=False, **options).wait()
         _synchronize(device)
         if repetition:
             times.append(time.perf_counter() - start)
