@@ -210,11 +210,11 @@ def run(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"leaving": leaving, "rows": []}
     for count in ranks:
-        chosen = {"scope": "gpu"} | options
+        chosen = dict(options)
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         chosen.setdefault("tensor_cores", has_tensor_cores(torch.device("cuda")))
         chosen.setdefault("max_programs", programs_that_fit(count, multiprocessors, 32))
-        layout = make_layout(shape_of(mib), torch.float32, kind, **chosen)
+        layout = make_layout(shape_of(mib), torch.float32, kind, scope="gpu", **chosen)
         found |= describe(layout)
         try:
             row = measure(layout, count, repeats, leaving)

@@ -71,11 +71,16 @@ def _cuts(plan: Plan) -> Chunkwise:
 
 
 def segment_updates(
-    plan: Plan, x: Tensor, y: Tensor, weights: Weights, *, scale: float, reverse: bool
+    plan: Plan, x: Tensor, y: Tensor, weights: Weights, scale: float, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each segment's update [B·H, S, K, V] and base-2 log decay [B·H, S, K].
 
-    Arguments are as in `keep_states`.
+    Args:
+        plan: the call's plan.
+        x, y: rows of keys and values, in reverse of queries and dO; the former scaled if by channel.
+        weights: what they are weighted by.
+        scale: factor of the queries.
+        reverse: whether to walk backwards in time.
     """
     heads, S, K, V = plan.heads, plan.num_segments, plan.K, plan.V
     fp32 = {"dtype": torch.float32, "device": x.device}
@@ -84,30 +89,90 @@ def segment_updates(
     return found
 
 
-def keep_states(
+def output_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    weights: Weights,
+    scale: float,
+    states: States,
+    entering: Tensor | None,
+) -> Tensor:
+    """Make the outputs into ``o``; return the state that leaves. q and k come scaled if by channel."""
+    kept = _keep_states(plan, k, v, weights, scale, states, entering, reverse=False)
+    _outputs(plan, q, k, v, o, weights, scale, kept, reverse=False)
+    return kept.leaving
+
+
+def query_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    dq: Tensor,
+    pull: Pulls | Tensor | None,
+    weights: Weights,
+    scale: float,
+    states: States,
+    entering: Tensor | None,
+) -> Kept:
+    """Make the queries' gradient into ``dq`` and ``pull``; return the states, for `key_value_pass`."""
+    kept = _keep_states(plan, k, v, weights, scale, states, entering, reverse=False)
+    _gradients(plan, d_o, v, k, q, dq, pull, weights, scale, kept, reverse=False)
+    return kept
+
+
+def key_value_pass(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    pull: Pulls | Tensor | None,
+    weights: Weights,
+    scale: float,
+    adjoints: States,
+    d_leaving: Tensor | None,
+    *,
+    other: Kept | None,
+    key_query: Tensor | None = None,
+    value_gradient: Tensor | None = None,
+) -> Kept:
+    """Make the gradients of keys and values into ``dk``, ``dv`` and ``pull``; return the adjoint states.
+
+    Args:
+        plan, q, k, v, d_o, dk, dv, pull, weights, scale: as above.
+        adjoints: the adjoint states at the boundaries of segments.
+        d_leaving: gradient of the state that leaves [B, H, K, V]; None for zeros.
+        other: from `query_pass`, to find the weights of what crosses chunks' starts.
+        key_query, value_gradient: room for tokens' own products k·q and v·dO [1, B·H, N·C], or None.
+    """
+    kept = _keep_states(
+        plan, q, d_o, weights, scale, adjoints, d_leaving, reverse=True, other=other
+    )
+    _outputs(plan, k, q, d_o, dv, weights, scale, kept, reverse=True, own=key_query)
+    _gradients(plan, v, d_o, q, k, dk, pull, weights, scale, kept, reverse=True, own=value_gradient)
+    return kept
+
+
+def _keep_states(
     plan: Plan,
     x: Tensor,
     y: Tensor,
     weights: Weights,
+    scale: float,
     states: States,
     entering: Tensor | None,
     *,
-    scale: float,
     reverse: bool,
     other: Kept | None = None,
 ) -> Kept:
-    """Walk all segments and keep each chunk's state; x and y are k and v, in reverse q and dO.
-
-    Args:
-        plan: the call's plan.
-        x, y: rows of the keys or queries, scaled if by channel, and of the values or gradients.
-        weights: what they are weighted by.
-        states: the states at the boundaries of segments.
-        entering: what enters the rank, seen in the direction of the walk [B, H, K, V], or None.
-        scale: factor of the queries, unless they are scaled by channel.
-        reverse: whether to walk backwards in time.
-        other: what the walk forwards kept, to find the weights of what crosses chunks' starts.
-    """
+    """Walk all segments and keep each chunk's state."""
     N, K, V, heads = plan.num_chunks, plan.K, plan.V, plan.heads
     kept = torch.empty_strided(
         (N, K, heads, V), (K * V, V, N * K * V, 1), dtype=y.dtype, device=y.device
@@ -166,7 +231,7 @@ def _walk_states(
         LIMIT=plan.limit,
         REVERSE=reverse,
         # With three, another state to read is more than shared memory holds.
-        STAGES=_cuts(plan).state_stages if other is None else 2,
+        STAGES=3 if other is None else 2,
         num_warps=8,
         known=plan.launches,
     )
@@ -174,24 +239,23 @@ def _walk_states(
 
 def _state_block(plan: Plan) -> tuple[int, int]:
     """Return the channels of both dims a program that walks states."""
-    block = _cuts(plan).block
-    return min(block, plan.block_k), min(block, plan.block_v)
+    return min(128, plan.block_k), min(128, plan.block_v)
 
 
 def _blocks(kept: Kept, rows: int, columns: int) -> Blocks:
     return describe(kept.states, rows, columns)
 
 
-def output_pass(
+def _outputs(
     plan: Plan,
     x: Tensor,
     z: Tensor,
     y: Tensor,
     out: Tensor,
     weights: Weights,
+    scale: float,
     kept: Kept,
     *,
-    scale: float,
     reverse: bool,
     own: Tensor | None = None,
 ) -> None:
@@ -209,9 +273,7 @@ def output_pass(
         describe(out, plan.chunk, tiles.width),
         own,
         math.log2(scale),
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
+        *plan.counts[:3],
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
@@ -227,19 +289,19 @@ def output_pass(
     )
 
 
-def gradient_pass(
+def _gradients(
     plan: Plan,
     x: Tensor,
     y: Tensor,
     z: Tensor,
     a: Tensor,
     grad: Tensor,
+    pull: Pulls | Tensor | None,
     weights: Weights,
+    scale: float,
     kept: Kept,
     *,
-    scale: float,
     reverse: bool,
-    pull: Pulls | Tensor | None,
     own: Tensor | None = None,
 ) -> None:
     """Make dq, or in reverse dk, into ``grad``; arguments are as in `zeco.kernels.chunkwise_passes`."""
@@ -267,9 +329,7 @@ def gradient_pass(
         unit,
         own,
         math.log2(scale),
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
+        *plan.counts[:3],
         K=plan.K,
         V=plan.V,
         C=plan.chunk,
@@ -317,9 +377,7 @@ def gate_gradient(
         crossing,
         dg,
         plan.T,
-        plan.H,
-        plan.heads,
-        plan.num_chunks,
+        *plan.counts[:3],
         K=plan.K,
         C=plan.chunk,
         BK=bk,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
@@ -21,20 +21,6 @@ from zeco.kernels.row_scales import anchored, pack, scale_exponent, unpack
 
 if TYPE_CHECKING:
     from zeco.kernels.decay import Chunks
-
-
-class Gates(NamedTuple):
-    """What gates by channel are like, chunk by chunk; see `zeco.kernels.decay.Chunks`.
-
-    Attributes:
-        packed: scales of the queries' rows, in the layout of the gates; None unless the plan packs them.
-        total: total log decays [B·H, N, K].
-        strong: whether any channel is strong [B·H, N].
-    """
-
-    packed: Tensor | None
-    total: Tensor
-    strong: Tensor
 
 
 @dataclass
@@ -125,17 +111,18 @@ def chunkwise_rows_kernel(
     tl.store(scaled_ptr + at, (x.to(tl.float32) * weight).to(x.dtype), mask=inside)
 
 
-def scale_first(
-    plan: Plan, x: Tensor, g: Tensor, *, scale: float, keys: bool
-) -> tuple[Tensor, Gates]:
-    """Scale queries or keys by the gates; return them and what the gates are like."""
-    heads, N, K = plan.heads, plan.num_chunks, plan.K
-    found = Gates(
-        packed=torch.empty(g.shape, dtype=torch.int16, device=g.device) if plan.packed else None,
-        total=torch.empty(heads, N, K, dtype=torch.float32, device=g.device),
-        strong=torch.zeros(heads, N, dtype=torch.int32, device=g.device),
-    )
-    return _scale(plan, x, g, plan.form, scale, keys, found), found
+def scale_by_gates(
+    plan: Plan, x: Tensor, g: Tensor, chunks: Chunks, *, scale: float, keys: bool
+) -> Tensor:
+    """Return queries or keys scaled; leave these rows in the chunks, and what the gates are like."""
+    packed = chunks.scales if plan.packed else None
+    found = _scale(plan, x, g, plan.form, scale, keys, (packed, chunks.total, chunks.strong))
+    rows = cast("Rows", chunks.rows)
+    if keys:
+        rows.keys = found
+    else:
+        rows.queries = found
+    return found
 
 
 def scaled_rows(
@@ -157,9 +144,9 @@ def _scale(
     form: int,
     scale: float,
     keys: bool,
-    found: Gates | tuple[None, ...] = (None, None, None),
+    left: tuple[Tensor | None, ...] = (None, None, None),
 ) -> Tensor:
-    """Return x scaled; ``found`` is room for what the gates are like."""
+    """Return x scaled; ``left`` is room for packed scales, totals and flags."""
     # Sums of gates want small programs, of which a multiprocessor holds many.
     bk, warps = (64, 8) if form == 3 else (32, 4)
     scaled = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -169,7 +156,7 @@ def _scale(
         x,
         scales,
         scaled,
-        *found,
+        *left,
         *x.stride()[:3],
         *scales.stride()[:3],
         plan.T,

@@ -118,34 +118,26 @@ def _states(
     scale: float,
     adjoint: bool,
 ) -> tuple[States, Chunks]:
-    if plan.cuts.chunkwise is not None:
-        x, found = chunkwise_rows.scale_first(plan, x, g, scale=scale, keys=not adjoint)
-        chunks = Chunks(
-            total=found.total,
-            ratio=None,
-            strong=found.strong,
-            scales=g if found.packed is None else found.packed,
-            form=plan.form if found.packed is None else 3,
-            rows=chunkwise_rows.Rows(queries=x) if adjoint else chunkwise_rows.Rows(keys=x),
-        )
-        weights = chunkwise.Weights(chunks=chunks)
-        updates, decays = chunkwise.segment_updates(
-            plan, x, y, weights, scale=scale, reverse=adjoint
-        )
-        return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
     heads, S, N, K, V = plan.heads, plan.num_segments, plan.num_chunks, plan.K, plan.V
     fp32 = {"dtype": torch.float32, "device": x.device}
     bk, bv = min(plan.block_k, 128), min(plan.block_v, 128)
     k_blocks, v_blocks = -(-K // bk), -(-V // bv)
-    updates, decays = torch.empty(heads, S, K, V, **fp32), torch.empty(heads, S, K, **fp32)
     flags = torch.empty if k_blocks == 1 else torch.zeros
+    wide = plan.cuts.chunkwise is not None
     chunks = Chunks(
         total=torch.empty(heads, N, K, **fp32),
-        ratio=torch.empty_strided(*plan.chunk_rows, **fp32),
+        ratio=None if wide else torch.empty_strided(*plan.chunk_rows, **fp32),
         strong=flags(heads, N, dtype=torch.int32, device=x.device),
         scales=torch.empty(g.shape, dtype=torch.int16, device=g.device) if plan.packed else g,
         form=3 if plan.packed else plan.form,
+        rows=chunkwise_rows.Rows() if wide else None,
     )
+    if wide:
+        x = chunkwise_rows.scale_by_gates(plan, x, g, chunks, scale=scale, keys=not adjoint)
+        weights = chunkwise.Weights(chunks=chunks)
+        updates, decays = chunkwise.segment_updates(plan, x, y, weights, scale, reverse=adjoint)
+        return scan_segments(plan, updates, decays, starts, adjoint=adjoint), chunks
+    updates, decays = torch.empty(heads, S, K, V, **fp32), torch.empty(heads, S, K, **fp32)
     launch(
         state_fwd_kernel,
         heads * S * k_blocks * v_blocks,
@@ -235,13 +227,9 @@ def output_pass(
     """
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
     if plan.cuts.chunkwise is not None:
+        rows = chunkwise_rows.scaled_rows(plan, q, k, chunks, scale)
         weights = chunkwise.Weights(chunks=chunks)
-        queries, keys = chunkwise_rows.scaled_rows(plan, q, k, chunks, scale)
-        kept = chunkwise.keep_states(
-            plan, keys, v, weights, states, entering, scale=scale, reverse=False
-        )
-        chunkwise.output_pass(plan, queries, keys, v, o, weights, kept, scale=scale, reverse=False)
-        leaving = kept.leaving
+        leaving = chunkwise.output_pass(plan, *rows, v, o, weights, scale, states, entering)
     else:
         leaving = walk(plan, q, k, v, o, scale, states, chunks, entering, reverse=False)
     bk, bv, programs = pair_blocks(plan, plan.cuts.pairs)

@@ -87,14 +87,10 @@ class Chunkwise:
     """How the passes of wide keys are cut; see `zeco.kernels.chunkwise_passes`.
 
     Attributes:
-        block: channels of both dims a program that walks states.
-        state_stages: its loads in flight.
         output: the output pass and the one for dv.
         gradient: the passes for dq and dk.
     """
 
-    block: int
-    state_stages: int
     output: Tiles
     gradient: Tiles
 
@@ -162,8 +158,6 @@ def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, chunkwis
 def _cut_chunkwise(V: int, *, diagonal: bool) -> Chunkwise:
     # By channel a gradient pass needs the registers that a wider tile would take.
     return Chunkwise(
-        block=128,
-        state_stages=3,
         output=_WIDE_TILES if V > 128 else _TILES,
         gradient=_TILES if diagonal else _WIDE_TILES,
     )

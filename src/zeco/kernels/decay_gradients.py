@@ -105,14 +105,9 @@ def query_pass(
     """Return the gradient of the queries; see `gradient_passes` for the arguments."""
     dq, pull = new_rows(plan, q), _new_pulls(plan, q)
     if plan.cuts.chunkwise is not None:
+        rows = scaled_rows(plan, q, k, chunks, scale)
         weights = chunkwise.Weights(chunks=chunks)
-        q, k = scaled_rows(plan, q, k, chunks, scale)
-        kept = chunkwise.keep_states(
-            plan, k, v, weights, states, entering, scale=scale, reverse=False
-        )
-        chunkwise.gradient_pass(
-            plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
-        )
+        kept = chunkwise.query_pass(plan, *rows, v, d_o, dq, pull, weights, scale, states, entering)
         return QueryGradient(dq, pull, kept)
     _gradient_walk(plan, d_o, v, k, q, dq, pull, scale, states, chunks, entering)
     return QueryGradient(dq, pull)
@@ -152,23 +147,9 @@ def gradient_passes(
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     dq, query_pull, pull = queries.q, cast("Pulls", queries.pull), _new_pulls(plan, q)
     if plan.cuts.chunkwise is not None:
-        weights = chunkwise.Weights(chunks=chunks)
         rows = scaled_rows(plan, q, k, chunks, scale)
-        kept = chunkwise.keep_states(
-            plan,
-            rows[0],
-            d_o,
-            weights,
-            adjoints,
-            d_leaving,
-            scale=scale,
-            reverse=True,
-            other=queries.kept,
-        )
-        chunkwise.output_pass(plan, *rows[::-1], d_o, dv, weights, kept, scale=scale, reverse=True)
-        chunkwise.gradient_pass(
-            plan, v, d_o, *rows, dk, weights, kept, scale=scale, reverse=True, pull=pull
-        )
+        left = (dk, dv, pull, chunkwise.Weights(chunks=chunks), scale, adjoints, d_leaving)
+        kept = chunkwise.key_value_pass(plan, *rows, v, d_o, *left, other=queries.kept)
         d_entering, crossing = kept.leaving, cast("Tensor", kept.crossing)
     else:
         d_entering = walk(plan, k, q, d_o, dv, scale, adjoints, chunks, d_leaving, reverse=True)

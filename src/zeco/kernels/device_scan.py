@@ -27,14 +27,7 @@ from torch import Tensor
 from zeco.core.blocks import StateShape
 from zeco.core.errors import UnsupportedError
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar, Transition
-from zeco.kernels.device_ptx import (
-    CAUSE_BIT,
-    LATE,
-    NO_ROOM,
-    SENT_AS_LOST,
-    WORD_BYTES,
-    receive_asm,
-)
+from zeco.kernels.device_ptx import CAUSE_BIT, LATE, NO_ROOM, SENT_AS_LOST, WORD_BYTES, receive_asm
 from zeco.kernels.device_scan_kernels import dense_scan_kernel, elementwise_scan_kernel
 from zeco.kernels.launch import launch
 

@@ -115,9 +115,8 @@ def _states(
     adjoint: bool,
 ) -> States:
     if plan.cuts.chunkwise is not None:
-        updates, decays = chunkwise.segment_updates(
-            plan, x, y, chunkwise.Weights(sums), scale=scale, reverse=adjoint
-        )
+        weights = chunkwise.Weights(sums)
+        updates, decays = chunkwise.segment_updates(plan, x, y, weights, scale, reverse=adjoint)
         return scan_segments(plan, updates, decays, starts, adjoint=adjoint)
     heads, S, K, V = plan.heads, plan.num_segments, plan.K, plan.V
     updates = torch.empty(heads, S, K, V, dtype=torch.float32, device=x.device)
@@ -170,11 +169,7 @@ def output_pass(
     o = torch.empty(v.shape, dtype=dtype or q.dtype, device=q.device)
     if plan.cuts.chunkwise is not None:
         weights = chunkwise.Weights(sums)
-        kept = chunkwise.keep_states(
-            plan, k, v, weights, states, entering, scale=scale, reverse=False
-        )
-        chunkwise.output_pass(plan, q, k, v, o, weights, kept, scale=scale, reverse=False)
-        return o, kept.leaving
+        return o, chunkwise.output_pass(plan, q, k, v, o, weights, scale, states, entering)
     return o, walk(plan, q, k, v, sums, o, None, scale, states, entering, reverse=False)
 
 

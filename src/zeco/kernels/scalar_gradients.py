@@ -42,12 +42,7 @@ def query_pass(
     dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums)
     if plan.cuts.chunkwise is not None:
         weights = chunkwise.Weights(sums)
-        kept = chunkwise.keep_states(
-            plan, k, v, weights, states, entering, scale=scale, reverse=False
-        )
-        chunkwise.gradient_pass(
-            plan, d_o, v, k, q, dq, weights, kept, scale=scale, reverse=False, pull=pull
-        )
+        kept = chunkwise.query_pass(plan, q, k, v, d_o, dq, pull, weights, scale, states, entering)
         return QueryGradient(dq, pull, kept)
     _gradient_walk(plan, d_o, v, k, q, sums, dq, pull, None, scale, states, entering)
     return QueryGradient(dq, pull)
@@ -85,27 +80,13 @@ def gradient_passes(
     pull = _new_pulls(plan, q, sums)
     crossing = None
     if plan.cuts.chunkwise is not None:
-        weights, other = chunkwise.Weights(sums), None if dg is None else queries.kept
-        kept = chunkwise.keep_states(
-            plan, q, d_o, weights, adjoints, d_leaving, scale=scale, reverse=True, other=other
-        )
-        chunkwise.output_pass(
-            plan, k, q, d_o, dv, weights, kept, scale=scale, reverse=True, own=key_query
-        )
-        chunkwise.gradient_pass(
-            plan,
-            v,
-            d_o,
-            q,
-            k,
-            dk,
-            weights,
-            kept,
-            scale=scale,
-            reverse=True,
-            pull=pull,
-            own=value_gradient,
-        )
+        left = (dk, dv, pull, chunkwise.Weights(sums), scale, adjoints, d_leaving)
+        kept = chunkwise.key_value_pass(
+            plan, q, k, v, d_o, *left,
+            other=None if dg is None else queries.kept,
+            key_query=key_query,
+            value_gradient=value_gradient,
+        )  # fmt: skip
         d_entering, crossing = kept.leaving, kept.crossing
     else:
         if dg is not None:

@@ -256,6 +256,6 @@ def arrange(
     from zeco.kernels.decay_plan import chunk_of, most_values
 
     # More of them a head than walks carry take longer than two heads with half of them each.
-    slices = make_slices(V, most_values(dtype, K) or V + 8)
+    slices = make_slices(V, most_values(dtype, K) or V)
     rows = make_rows(pieces, chunk_of(dtype, K), operator.strict, device)
     return Arrangement(dtype, rows, slices, operator.scale)
