@@ -21,14 +21,7 @@ from zeco.kernels.decay_state import find_place
 from zeco.kernels.gate_sums import power
 from zeco.kernels.products import keep_pairs, pair_mask, reciprocal
 from zeco.kernels.row_scales import scale_rows
-from zeco.kernels.scalar_sums import (
-    chunk_skips,
-    chunk_steps,
-    chunk_total,
-    chunk_until,
-    pair_weights,
-    token_decays,
-)
+from zeco.kernels.scalar_sums import chunk_skips, chunk_weights, pair_weights
 
 
 @triton.jit
@@ -80,14 +73,9 @@ def chunkwise_output_kernel(
     else:
         at = place * C
         size = tl.cast(heads, tl.int64) * num_chunks * C
-        high, low = chunk_until(sums_ptr, at, size, C, False)
-        total_high, total_low = chunk_total(sums_ptr, at, size, C, False)
-        steps = chunk_steps(sums_ptr, at, size, C, False, STEP)
-        until, after = token_decays(high, low, total_high, total_low, steps, False)
-        if REVERSE:
-            row_weight = after
-        else:
-            row_weight = until * tl.exp2(log2_scale)
+        high, low, _, _, steps, row_weight, _ = chunk_weights(
+            sums_ptr, at, size, log2_scale, C, False, STEP, REVERSE
+        )
         if own_ptr is not None and vb == 0:
             tl.store(own_ptr + at + i, tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1))
         pairs *= pair_weights(high, low, steps, log2_scale, not REVERSE, False)
@@ -189,14 +177,9 @@ def chunkwise_gradient_kernel(
         mask = pair_mask(C, NEAREST, not REVERSE, False)
         at = place * C
         size = tl.cast(heads, tl.int64) * num_chunks * C
-        high, low = chunk_until(sums_ptr, at, size, C, False)
-        total_high, total_low = chunk_total(sums_ptr, at, size, C, False)
-        steps = chunk_steps(sums_ptr, at, size, C, False, STEP)
-        until, after = token_decays(high, low, total_high, total_low, steps, False)
-        if REVERSE:
-            row_weight = after
-        else:
-            row_weight = until * tl.exp2(log2_scale)
+        high, low, _, _, steps, row_weight, _ = chunk_weights(
+            sums_ptr, at, size, log2_scale, C, False, STEP, REVERSE
+        )
         if sums_ptr is not None:
             own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
             if own_ptr is not None and kb == 0:

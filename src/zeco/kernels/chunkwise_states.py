@@ -10,7 +10,7 @@ import triton.language as tl
 from zeco.kernels.decay_state import entering_state, find_place, store_leaving
 from zeco.kernels.gate_sums import power
 from zeco.kernels.row_scales import half_decay
-from zeco.kernels.scalar_sums import chunk_steps, chunk_total, chunk_until, token_decays
+from zeco.kernels.scalar_sums import chunk_weights
 
 
 @triton.jit
@@ -96,16 +96,13 @@ def chunkwise_states_kernel(
             kept_desc.store([c, bh, kb * BK, vb * BV], kept)
         if total_ptr is None:
             at = (chunk_rows + c) * C
-            high, low = chunk_until(sums_ptr, at, size, C, False)
-            total_high, total_low = chunk_total(sums_ptr, at, size, C, False)
-            steps = chunk_steps(sums_ptr, at, size, C, False, STEP)
-            until, after = token_decays(high, low, total_high, total_low, steps, False)
+            _, _, total, _, _, _, weight = chunk_weights(
+                sums_ptr, at, size, None, C, False, STEP, REVERSE
+            )
             if REVERSE:
-                weight = until * scale
-            else:
-                weight = after
-            passed += total_high
-            state *= power(total_high)
+                weight *= scale
+            passed += total
+            state *= power(total)
             x = (x.to(tl.float32) * weight[None, :]).to(y.dtype)
         state = tl.dot(x, y, state)
         if crossing_ptr is not None:

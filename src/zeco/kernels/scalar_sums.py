@@ -131,14 +131,41 @@ def chunk_skips(sums_ptr, at, size, C: tl.constexpr, EXACT: tl.constexpr, STEP: 
 
 
 @triton.jit
-def token_decays(high, low, total_high, total_low, steps, EXACT: tl.constexpr):
-    """Return a chunk's decays up to each token, and after it times its step [C]."""
+def chunk_weights(
+    sums_ptr,
+    at,
+    size,
+    log2_scale,
+    C: tl.constexpr,
+    EXACT: tl.constexpr,
+    STEP: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Return a chunk's numbers and what its rows are weighted by.
+
+    (sums up to each token [C] and the total, both in two parts, steps [C], weights of the rows that read
+    the state [C], weights of the rows that it is made of [C]). Queries' weights have the scale in them,
+    unless it is None.
+    """
+    high, low = chunk_until(sums_ptr, at, size, C, EXACT)
+    total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
+    steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
     until = high
     after = total_high - high
     if EXACT:
         until += low
         after += total_low - low
-    return power(until), power(after + steps)
+    until = power(until)
+    after = power(after + steps)
+    if log2_scale is not None:
+        until *= tl.exp2(log2_scale)
+    if REVERSE:
+        reading = after
+        added = until
+    else:
+        reading = until
+        added = after
+    return high, low, total_high, total_low, steps, reading, added
 
 
 @triton.jit

@@ -35,8 +35,8 @@ from zeco.kernels.scalar_sums import (
     chunk_steps,
     chunk_total,
     chunk_until,
+    chunk_weights,
     pair_weights,
-    token_decays,
 )
 
 
@@ -166,17 +166,9 @@ def scalar_output_walk_kernel(
         z = z_desc.load([b, h // GROUP, t, 0]).reshape(C, BK)
         y = tl.trans(y_desc.load([b, h, t, vb * BV]).reshape(C, BV))
         at = (bh.to(tl.int64) * num_chunks + c) * C
-        high, low = chunk_until(sums_ptr, at, size, C, EXACT)
-        total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
-        until, after = token_decays(high, low, total_high, total_low, steps, EXACT)
-        scale = tl.exp2(log2_scale)
-        if REVERSE:
-            row_weight = after
-            column_weight = until * scale
-        else:
-            row_weight = until * scale
-            column_weight = after
+        high, low, total_high, total_low, steps, row_weight, column_weight = chunk_weights(
+            sums_ptr, at, size, log2_scale, C, EXACT, STEP, REVERSE
+        )
         pairs = product(z, x, EXACT)
         o = product(state.to(y.dtype), x, EXACT)
         if own_ptr is not None and vb == 0:
@@ -272,17 +264,9 @@ def scalar_gradient_walk_kernel(
         y = y_desc.load([b, h, t, 0]).reshape(C, BV)
         z = tl.trans(z_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK))
         at = (bh.to(tl.int64) * num_chunks + c) * C
-        high, low = chunk_until(sums_ptr, at, size, C, EXACT)
-        total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        steps = chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
-        until, after = token_decays(high, low, total_high, total_low, steps, EXACT)
-        scale = tl.exp2(log2_scale)
-        if REVERSE:
-            row_weight = after
-            column_weight = until * scale
-        else:
-            row_weight = until * scale
-            column_weight = after
+        high, low, total_high, total_low, steps, row_weight, column_weight = chunk_weights(
+            sums_ptr, at, size, log2_scale, C, EXACT, STEP, REVERSE
+        )
         pairs = product(y, x, EXACT)
         if sums_ptr is not None:
             # Along rows: that is a sum within each warp.
