@@ -78,6 +78,7 @@ class Case:
         T: tokens; with those of one chunk, numbers are 1 that Triton then makes constants.
         documents: whether several are packed, and start from given states.
         continues: whether a state enters, and one that leaves has a gradient.
+        fixed: whether the gates have no gradient.
     """
 
     K: int
@@ -89,6 +90,7 @@ class Case:
     T: int = 16384
     documents: bool = False
     continues: bool = True
+    fixed: bool = False
 
 
 def long(name, *values):
@@ -226,11 +228,13 @@ def test_kernels_of_diagonal_decays_compile(case, expected, launched):
             Case(128, 64, group=4, weighted=True), SCALAR, id="steps, skips and shared keys"
         ),
         long("one decay a head", Case(128, 128), SCALAR),
+        pytest.param(Case(128, 128, fixed=True), SCALAR, id="fixed decays"),
         long("no gates", Case(64, 64, gates=None, group=2, documents=True), SCALAR),
         long("fp16", Case(128, 128, torch.float16, continues=False), SCALAR),
         long("fp32", Case(128, 128, torch.float32, group=2, weighted=True), SCALAR),
         long("one chunk", Case(64, 64, weighted=True, T=64), SCALAR),
         pytest.param(Case(256, 512, group=4, weighted=True), WIDE_SCALAR, id="wide"),
+        long("wide with fixed decays", Case(256, 512, fixed=True), WIDE_SCALAR),
         long("wide without gates", Case(256, 512, gates=None, documents=True), WIDE_SCALAR),
         long("wide in fp16", Case(136, 72, torch.float16, continues=False), WIDE_SCALAR),
     ],
@@ -250,11 +254,12 @@ def test_kernels_of_one_decay_a_head_compile(case, expected, launched):
     launched.clear()
     known["sums"] = sums
     adjoints = scalar.adjoint_state_pass(plan, q, d_o, sums, call.inner, scale=0.1)
-    queries = scalar_gradients.query_pass(plan, q, k, v, d_o, **known)
+    wanted = gated and not case.fixed
+    queries = scalar_gradients.query_pass(plan, q, k, v, d_o, **known, pulls=wanted)
     known |= {"adjoints": adjoints, "d_leaving": call.entering, "queries": queries}
-    step, skip = weights
+    g, step, skip = (g, *weights) if wanted else (None, None, None)
     scalar_gradients.gradient_passes(plan, q, k, v, g, d_o, step=step, skip=skip, **known)
-    assert launched == kernels(*expected[1], *["scalar_gate_gradient"] * gated)
+    assert launched == kernels(*expected[1], *["scalar_gate_gradient"] * wanted)
 
 
 def test_too_much_shared_memory_is_found(launched):

@@ -123,10 +123,10 @@ def chunkwise_gradient_kernel(
 ):
     """Gradient dq, or with REVERSE dk; x, y, z, a are dO, v, k, q forwards and v, dO, q, k in reverse.
 
-    What the gates' gradient is made of are the pulls a∘(its gradient), a token's own pair left out: by
-    channel each one, in a unit of its chunk's channel, and these units [B·H, N, K]; else their sums
-    [blocks, B·H, N, C]. If there is room for them it leaves each token's own product y·x, unscaled,
-    [B·H, N, C].
+    What the gates' gradient is made of, if it is wanted, are the pulls a∘(its gradient), a token's own
+    pair left out: by channel each one, in a unit of its chunk's channel, and these units [B·H, N, K];
+    else their sums [blocks, B·H, N, C]. If there is room for them it leaves each token's own product
+    y·x, unscaled, [B·H, N, C].
     """
     kb, c, bh, b, h, _, _ = find_place(None, H, num_chunks, num_chunks, 1, (K + BK - 1) // BK)
     t = c * C
@@ -172,15 +172,15 @@ def chunkwise_gradient_kernel(
             weight = tl.trans(weight)
         grad *= weight
     else:
-        # With gates without a token's own pair: it crosses no decay, and may be far above those that do.
-        NEAREST: tl.constexpr = 0 if sums_ptr is None else 1
+        # Pulls are without a token's own pair: it crosses no decay, and may be far above those that do.
+        NEAREST: tl.constexpr = 0 if pull_ptr is None else 1
         mask = pair_mask(C, NEAREST, not REVERSE, False)
         at = place * C
         size = tl.cast(heads, tl.int64) * num_chunks * C
         high, low, _, _, steps, row_weight, _ = chunk_weights(
             sums_ptr, at, size, log2_scale, C, False, STEP, REVERSE
         )
-        if sums_ptr is not None:
+        if pull_ptr is not None:
             own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
             if own_ptr is not None and kb == 0:
                 tl.store(own_ptr + at + i, own)
@@ -188,7 +188,7 @@ def chunkwise_gradient_kernel(
         pairs = keep_pairs(pairs, mask, None, z, False)
         grad *= row_weight[:, None]
         grad = tl.dot(pairs, z, grad)
-        if sums_ptr is not None:
+        if pull_ptr is not None:
             a = a_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK)
             pull = tl.sum(a.to(tl.float32) * grad, 1)
             tl.store(pull_ptr + kb.to(tl.int64) * size + at + i, pull)

@@ -37,13 +37,17 @@ def query_pass(
     states: States,
     sums: Sums,
     entering: Tensor | None,
+    pulls: bool = True,
 ) -> QueryGradient:
-    """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`."""
-    dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums)
+    """Return the gradient of the queries; see `zeco.kernels.decay_gradients.query_pass`.
+
+    Without ``pulls`` gradients of gates, steps and skips can't be made of it.
+    """
+    dq, pull = new_rows(plan, q), _new_pulls(plan, q, sums) if pulls else None
     if plan.cuts.chunkwise is not None:
         weights = chunkwise.Weights(sums)
         kept = chunkwise.query_pass(plan, q, k, v, d_o, dq, pull, weights, scale, states, entering)
-        return QueryGradient(dq, pull, kept)
+        return QueryGradient(dq, pull, None if pull is None else kept)
     _gradient_walk(plan, d_o, v, k, q, sums, dq, pull, None, scale, states, entering)
     return QueryGradient(dq, pull)
 
@@ -77,7 +81,8 @@ def gradient_passes(
     )
     key_query = None if step is None else _new_tokens(plan, q.device)
     value_gradient = None if step is None and skip is None else _new_tokens(plan, q.device)
-    pull = _new_pulls(plan, q, sums)
+    wanted = any(x is not None for x in (dg, d_step, d_skip))
+    pull = _new_pulls(plan, q, sums) if wanted else None
     crossing = None
     if plan.cuts.chunkwise is not None:
         left = (dk, dv, pull, chunkwise.Weights(sums), scale, adjoints, d_leaving)
@@ -99,7 +104,7 @@ def gradient_passes(
         _gradient_walk(
             plan, v, d_o, q, k, sums, dk, pull, value_gradient, scale, adjoints, d_leaving, meeting
         )
-    if any(x is not None for x in (dg, d_step, d_skip)):
+    if wanted:
         left = (queries.pull, pull, crossing, key_query, value_gradient, sums.values)
         _gate_gradient(plan, left, scale, dg, d_step, d_skip)
     return DecayGradients(queries.q, dk, dv, dg, d_entering, d_step, d_skip)

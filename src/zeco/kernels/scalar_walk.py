@@ -229,9 +229,10 @@ def scalar_gradient_walk_kernel(
 ):
     """Gradient dq, or with REVERSE dk, by the same walk backwards in time.
 
-    x, y, z, a are dO, v, k, q forwards and v, dO, q, k in reverse. With gates it leaves the pull
-    Σ_k a·(its gradient) of each token and block of channels, its own pair left out, [blocks, B·H, N, C];
-    if there is room for them also each token's own product y·x, unscaled, [B·H, N, C].
+    x, y, z, a are dO, v, k, q forwards and v, dO, q, k in reverse. For the gates' gradient, if it is
+    wanted, it leaves the pull Σ_k a·(its gradient) of each token and block of channels, its own pair
+    left out, [blocks, B·H, N, C]; if there is room for them also each token's own product y·x,
+    unscaled, [B·H, N, C].
 
     So it does, with the other walk's states, for the weight of all paths that cross each segment's start
     [blocks, B·H, S], as `zeco.kernels.decay_gradient_walk`. With two ``PIECES`` the state
@@ -244,8 +245,8 @@ def scalar_gradient_walk_kernel(
     vs = tl.arange(0, BV)
     size = tl.cast(heads, tl.int64) * num_chunks * C
     i = tl.arange(0, C)
-    # With gates without a token's own pair: it crosses no decay, and may be far above those that do.
-    NEAREST: tl.constexpr = 0 if sums_ptr is None else 1
+    # Pulls are without a token's own pair: it crosses no decay, and may be far above those that do.
+    NEAREST: tl.constexpr = 0 if pull_ptr is None else 1
     mask = pair_mask(C, NEAREST, REVERSE, EXACT)
     if REVERSE:
         boundary = segment + 1
@@ -268,7 +269,7 @@ def scalar_gradient_walk_kernel(
             sums_ptr, at, size, log2_scale, C, EXACT, STEP, REVERSE
         )
         pairs = product(y, x, EXACT)
-        if sums_ptr is not None:
+        if pull_ptr is not None:
             # Along rows: that is a sum within each warp.
             own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
             if own_ptr is not None and kb == 0:
@@ -282,7 +283,7 @@ def scalar_gradient_walk_kernel(
             grad = add_product(product(piece, x, EXACT), rest, x, EXACT)
         grad *= row_weight[None, :]
         grad = add_product(grad, z, pairs, EXACT)
-        if sums_ptr is not None:
+        if pull_ptr is not None:
             a = tl.trans(a_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK))
             pull = tl.sum(a.to(tl.float32) * grad, 0)
             pull_at = (kb.to(tl.int64) * heads + bh) * num_chunks + c

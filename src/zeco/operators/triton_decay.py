@@ -113,6 +113,16 @@ class TritonDecaySegment(Segment):
             self._arrangement.plan = found
         return found
 
+    @property
+    def _wanted_weights(self) -> tuple[Tensor | None, ...]:
+        """Gates, steps and skips of one decay a head, None where nobody uses their gradient.
+
+        Decays that are fixed for each head are gates without one.
+        """
+        wanted = (True,) * 6 if self.wanted is None else (*self.wanted, False, False)
+        weights = (self.g, self.step, self.skip)
+        return tuple(x if use else None for x, use in zip(weights, wanted[3:], strict=False))
+
     @cached_property
     def _sums(self) -> Sums:
         return _launchers().scalar.chunk_sums(self.plan, self.g, self.step, self.skip)
@@ -265,7 +275,8 @@ class TritonDecaySegment(Segment):
             return kernels.decay_gradients.query_pass(
                 *tensors, **given, chunks=self._known_chunks()
             )
-        return kernels.scalar_gradients.query_pass(*tensors, **given, sums=self._sums)
+        pulls = any(x is not None for x in self._wanted_weights)
+        return kernels.scalar_gradients.query_pass(*tensors, **given, sums=self._sums, pulls=pulls)
 
     def backward(self, d_o: Tensor, d_finals: Tensor | None) -> Gradients:
         """Return all gradients; `replay` must have run."""
@@ -296,11 +307,7 @@ class TritonDecaySegment(Segment):
             chunks = self._known_chunks()
             found = kernels.decay_gradients.gradient_passes(*tensors, **given, chunks=chunks)
         else:
-            # Decays that are fixed for each head are gates without a gradient.
-            wanted = (True,) * 6 if self.wanted is None else (*self.wanted, False, False)
-            g, step, skip = (
-                x if wanted[i] else None for i, x in ((3, self.g), (4, self.step), (5, self.skip))
-            )
+            g, step, skip = self._wanted_weights
             tensors = (self.plan, self.q, self.k, self.v, g, d_o)
             found = kernels.scalar_gradients.gradient_passes(
                 *tensors, **given, sums=self._sums, step=step, skip=skip
