@@ -216,12 +216,9 @@ def _plan(
         cuts=cuts,
         multiprocessors=_multiprocessors(device),
     )
-    # Of programs of 8 warps, of which a multiprocessor holds one.
-    blocks = max(1, plan.block_k * plan.block_v // STATE_NUMBERS)
-    programs = -(-plan.heads * blocks * cuts.state_warps // 8)
     if num_segments is None:
         counts = tuple(stop - first for first, stop in ranges)
-        longest = _longest_segment(programs, counts, plan.multiprocessors)
+        longest = _longest_segment(_programs(plan), counts, plan.multiprocessors)
     else:
         longest = -(-plan.num_chunks // min(num_segments, plan.num_chunks))
     if continued and len(ranges) == 1:
@@ -289,22 +286,42 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _longest_segment(programs: int, counts: tuple[int, ...], slots: int) -> int:
-    """Return the chunks of a segment with the shortest walk, counting two for each start.
+def _programs(plan: Plan) -> tuple[int, ...]:
+    """Return the programs a segment of each kind of walk, of 8 warps; one of 4 is half a program.
+
+    >>> from zeco.kernels.decay_plan import make_plan
+    >>> q, v = torch.empty(1, 64, 10, 128), torch.empty(1, 64, 80, 64)
+    >>> _programs(make_plan(q.bfloat16(), v.bfloat16(), None))
+    (40, 80)
+    """
+    if plan.cuts.chunkwise is not None:
+        return (plan.heads * max(1, plan.block_k * plan.block_v // STATE_NUMBERS),)
+    warps = (
+        -(-plan.V // plan.split_v) * plan.cuts.output.num_warps,
+        plan.key_blocks * plan.cuts.gradient.num_warps,
+    )
+    return tuple(-(-plan.heads * count // 8) for count in warps)
+
+
+def _longest_segment(programs: tuple[int, ...], counts: tuple[int, ...], slots: int) -> int:
+    """Return the chunks of a segment with the shortest walks, counting two for each start.
 
     Args:
-        programs: programs a segment.
+        programs: programs a segment, of each kind of walk.
         counts: chunks of each piece.
         slots: programs that run at once.
+
+    >>> _longest_segment((64, 64), (256,), 132), _longest_segment((32, 64), (256,), 132)
+    (128, 64)
     """
     total = sum(counts)
 
     def cost(longest: int) -> tuple[int, int]:
         segments = sum(-(-count // longest) for count in counts)
-        waves = -(-programs * segments // slots)
+        waves = sum(-(-number * segments // slots) for number in programs)
         return waves * (longest + 2), -longest
 
-    most = min(total, max(1, 2 * slots // programs))
+    most = min(total, max(1, 2 * slots // min(programs)))
     return min({-(-total // segments) for segments in range(1, most + 1)}, key=cost)
 
 
