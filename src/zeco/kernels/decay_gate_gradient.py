@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zeco.kernels.decay_state import find_place
-from zeco.kernels.products import INTERPRETED, opaque
+from zeco.kernels.products import INTERPRETED, two_pieces
 
 
 @triton.jit
@@ -82,8 +82,7 @@ def gate_gradient_kernel(
         if EXACT or INTERPRETED:
             dg = tl.dot(pull, before, input_precision="tf32x3")
         else:
-            high = opaque(pull.to(tl.bfloat16))
-            low = (pull - high.to(tl.float32)).to(tl.bfloat16)
+            high, low = two_pieces(pull, tl.bfloat16)
             dg = tl.dot(low, before.to(tl.bfloat16), tl.dot(high, before.to(tl.bfloat16)))
         dg += carried[:, None]
         dg_desc.store([b, h, c * C, kb * BK], tl.trans(dg).to(dg_desc.dtype).reshape(1, 1, C, BK))
