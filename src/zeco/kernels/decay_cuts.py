@@ -145,7 +145,8 @@ def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, chunkwis
         # An output pass holds all key channels, a gradient pass all value channels.
         output, gradient = _WHOLE if diagonal else _HALF, _HALF
     return Cuts(
-        state_stages=1 if exact else 3,
+        # By channel a fourth is more than shared memory holds.
+        state_stages=1 if exact else (3 if diagonal else 4),
         state_warps=warps,
         output=output,
         gradient=gradient,

@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from zeco.kernels import chunkwise
@@ -53,11 +54,11 @@ def chunk_sums(
     given = [x for x in (step, skip) if x is not None]
     size = (parts + len(given), plan.heads, plan.num_chunks, plan.chunk)
     values = torch.empty(size, dtype=torch.float32, device=g.device)
-    run = 16
+    run, heads = 4, min(8, triton.next_power_of_2(plan.H))
     num_runs = -(-plan.num_chunks // run)
     launch(
         scalar_sums_kernel,
-        plan.heads * num_runs,
+        plan.B * -(-plan.H // heads) * num_runs,
         g,
         step,
         skip,
@@ -72,6 +73,7 @@ def chunk_sums(
         plan.heads,
         C=plan.chunk,
         RUN=run,
+        HEADS=heads,
         PARTS=parts,
         num_warps=4,
         known=plan.launches,
@@ -147,7 +149,8 @@ def _states(
         STEP=sums.step,
         ADJOINT=adjoint,
         STAGES=plan.cuts.state_stages,
-        num_warps=plan.cuts.state_warps,
+        # 16 rows of the product's each, which are the fewer channels.
+        num_warps=max(4, min(bk, bv) // 16),
         known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint)

@@ -41,30 +41,33 @@ def scalar_sums_kernel(
     heads,
     C: tl.constexpr,
     RUN: tl.constexpr,
+    HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Sum the gates of each chunk up to each token, in base 2: sums [PARTS, B·H, N, C].
 
     In two parts, for fp32, the first are multiples of 2^-10, whose sums are exact: differences don't
     cancel then, whatever strong decay lies before. Behind them lie the steps' base-2 logarithms, and
-    the skips.
+    the skips. A program takes a RUN of chunks of HEADS heads, which mostly lie side by side.
     """
     pid = tl.program_id(0)
-    bh = pid // runs
-    chunks = (pid % runs) * RUN + tl.arange(0, RUN)
-    i = tl.arange(0, C)
-    t = (chunks[:, None] * C + i[None, :]).to(tl.int64)
-    b, h = (bh // H).to(tl.int64), bh % H
+    groups = (H + HEADS - 1) // HEADS
+    chunks = (pid % runs) * RUN + tl.arange(0, RUN)[:, None, None]
+    i = tl.arange(0, C)[None, :, None]
+    h = (pid // runs % groups) * HEADS + tl.arange(0, HEADS)[None, None, :]
+    t = (chunks * C + i).to(tl.int64)
+    b = (pid // runs // groups).to(tl.int64)
+    there = (t < T) & (h < H)
     g_at = token_at(g_ptr, b, h, t, g_stride_b, g_stride_t, g_stride_h)
-    g = tl.load(g_at, mask=t < T, other=0.0).to(tl.float32) * LOG2E
+    g = tl.load(g_at, mask=there, other=0.0).to(tl.float32) * LOG2E
     # A comparison that NaN fails: it must come out again.
     g = tl.where(g < FLOOR, FLOOR, g)
     high = tl.floor(g * 1024.0) * (1.0 / 1024.0)
     low = tl.cumsum(g - high, 1)
     high = tl.cumsum(high, 1)
-    at = (bh.to(tl.int64) * num_chunks + chunks)[:, None] * C + i[None, :]
+    at = ((b * H + h) * num_chunks + chunks) * C + i
     size = heads.to(tl.int64) * num_chunks * C
-    inside = (chunks < num_chunks)[:, None]
+    inside = (chunks < num_chunks) & (h < H)
     if PARTS == 1:
         tl.store(sums_ptr + at, high + low, mask=inside)
     else:
@@ -72,12 +75,12 @@ def scalar_sums_kernel(
         tl.store(sums_ptr + size + at, low, mask=inside)
     if step_ptr is not None:
         step_at = token_at(step_ptr, b, h, t, step_stride_b, step_stride_t, step_stride_h)
-        step = tl.log2(tl.load(step_at, mask=t < T, other=0.0).to(tl.float32))
+        step = tl.log2(tl.load(step_at, mask=there, other=0.0).to(tl.float32))
         step = tl.maximum(step, LEAST_STEP, propagate_nan=tl.PropagateNan.ALL)
         tl.store(sums_ptr + PARTS * size + at, step, mask=inside)
     if skip_ptr is not None:
         skip_at = token_at(skip_ptr, b, h, t, skip_stride_b, skip_stride_t, skip_stride_h)
-        skip = tl.load(skip_at, mask=t < T, other=0.0)
+        skip = tl.load(skip_at, mask=there, other=0.0)
         place: tl.constexpr = PARTS if step_ptr is None else PARTS + 1
         tl.store(sums_ptr + place * size + at, skip.to(tl.float32), mask=inside)
 

@@ -65,7 +65,14 @@ def scalar_state_fwd_kernel(
     ADJOINT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum ``x yᵀ`` over a segment's tokens as `zeco.kernels.decay_state.state_fwd_kernel` does."""
+    """Sum ``x yᵀ`` over a segment's tokens as `zeco.kernels.decay_state.state_fwd_kernel` does.
+
+    Weights are put on whichever of the two has fewer channels, which comes first in the product: there
+    it enters from registers, and the other as it lies in shared memory.
+    """
+    TURNED: tl.constexpr = BV < BK
+    ROWS: tl.constexpr = BV if TURNED else BK
+    COLUMNS: tl.constexpr = BK if TURNED else BV
     K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     block, segment, bh, b, h, first, stop = find_place(
@@ -73,9 +80,8 @@ def scalar_state_fwd_kernel(
     )
     kb, vb = block // V_BLOCKS, block % V_BLOCKS
     size = tl.cast(heads, tl.int64) * num_chunks * C
-    state = tl.zeros([BK, BV], tl.float32)
-    # One number, but a tensor: a loop carries no other that starts as a constant.
-    passed = tl.zeros([BK], tl.float32)
+    state = tl.zeros([ROWS, COLUMNS], tl.float32)
+    passed = tl.full([], 0.0, tl.float32)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         if ADJOINT:
             c = first + step
@@ -84,16 +90,21 @@ def scalar_state_fwd_kernel(
         at = (bh.to(tl.int64) * num_chunks + c) * C
         high, low = chunk_until(sums_ptr, at, size, C, EXACT)
         total_high, total_low = chunk_total(sums_ptr, at, size, C, EXACT)
-        x = tl.trans(x_desc.load([b, h // GROUP, c * C, kb * BK]).reshape(C, BK))
+        x = x_desc.load([b, h // GROUP, c * C, kb * BK]).reshape(C, BK)
         y = y_desc.load([b, h, c * C, vb * BV]).reshape(C, BV)
+        if TURNED:
+            x, y = y, x
+        x = tl.trans(x)
         if ADJOINT:
             exponent = high + low
         else:
             exponent = (total_high - high) + (total_low - low)
             exponent += chunk_steps(sums_ptr, at, size, C, EXACT, STEP)
-        weight = power(exponent + tl.max(passed, 0))
+        weight = power(exponent + passed)
         state = add_product(state, (x.to(tl.float32) * weight[None, :]).to(y.dtype), y, EXACT)
         passed += total_high + total_low
+    if TURNED:
+        state = tl.trans(state)
     place = bh.to(tl.int64) * num_segments + segment
     rows = kb * BK + tl.arange(0, BK)
     cols = vb * BV + tl.arange(0, BV)
@@ -102,7 +113,7 @@ def scalar_state_fwd_kernel(
         update_ptr + (place * K + rows[:, None]) * V + cols[None, :], state * scale, mask=inside
     )
     if vb == 0:
-        tl.store(decay_ptr + place * K + rows, passed, mask=rows < K)
+        tl.store(decay_ptr + place * K + rows, passed + tl.zeros([BK], tl.float32), mask=rows < K)
 
 
 @triton.jit
