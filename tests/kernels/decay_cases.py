@@ -201,6 +201,10 @@ def one_decay_a_head():
             num_segments=3,
         )  # fmt: skip
     check_scalar(2, 40, 6, 16, 16, torch.float32, -0.5, group=3, chunk=16, num_segments=2)
+    # Fewer channels of the values than of the keys, and more heads than are summed side by side.
+    check_scalar(1, 72, 2, 72, 16, torch.float32, "mixed", weighted=True, chunk=16, num_segments=2)
+    check_scalar(1, 72, 2, 72, 16, torch.float16, -0.1, group=2, chunk=16, num_segments=2)
+    check_scalar(1, 40, 10, 16, 16, torch.float32, -0.5, weighted=True, chunk=16, num_segments=2)
 
 
 def wide():

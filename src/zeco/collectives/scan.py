@@ -49,8 +49,8 @@ class ScanHandle:
 
         So it is where a scan is a row of small kernels and messages on a stream: a matrix product
         that holds all multiprocessors lets none of them in until it ends, and the next rank waits.
-        A scan inside one kernel has its place by then, as a rule: its stream is of high priority, and
-        a matrix product begins by clearing its workspace.
+        A scan inside one kernel is delayed once at most, until the last programs of such a product
+        leave room for it.
         """
         return isinstance(self.task, StreamTask)
 
