@@ -32,7 +32,7 @@ from zeco.benchmarks.record import write_record
 from zeco.collectives.device_ring import has_tensor_cores, initialise, make_ports, memory_size
 from zeco.collectives.local_rings import programs_that_fit
 from zeco.core.transitions import Dense, Diagonal, Identity, Transition
-from zeco.kernels.device_scan import Role, ScanLayout, launch_scan, make_layout, read_status
+from zeco.kernels.device.scan import Role, ScanLayout, launch_scan, make_layout, read_status
 
 RANKS = (2, 4, 8, 16)
 KINDS = ("identity", "diagonal", "dense")

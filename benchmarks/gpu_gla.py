@@ -24,7 +24,11 @@ from torch import Tensor
 
 from zeco.benchmarks.device import capture, peak_mib
 from zeco.benchmarks.record import write_record
-from zeco.kernels import decay, decay_gradients, decay_plan, scalar, scalar_gradients
+from zeco.kernels.decay import gradients as decay_gradients
+from zeco.kernels.decay import passes as decay
+from zeco.kernels.decay import plan as decay_plan
+from zeco.kernels.scalar import gradients as scalar_gradients
+from zeco.kernels.scalar import passes as scalar
 from zeco.operators.gla import gla
 from zeco.operators.simple_gla import simple_gla
 

@@ -243,7 +243,7 @@ def test_auto_says_what_it_finds_out_late_and_goes_on(caplog):
 @pytest.mark.parametrize("kind", ["diagonal", "dense"])
 def test_mailboxes_lie_apart_and_aligned(kind, dtype):
     from zeco.collectives.device_ring import initialise, memory_size, split_memory
-    from zeco.kernels.device_scan import make_layout
+    from zeco.kernels.device.scan import make_layout
 
     layout = make_layout((1, 3, 33, 17), dtype, kind, max_programs=5)
     memory = torch.full((memory_size(layout),), 7)

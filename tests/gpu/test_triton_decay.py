@@ -28,9 +28,9 @@ def relative(found, expected):
 
 
 def run_passes(q, k, v, g, d_o, entering, d_leaving, scale, **options):
-    from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
-    from zeco.kernels.decay_gradients import gradient_passes, query_pass
-    from zeco.kernels.decay_plan import make_plan
+    from zeco.kernels.decay.gradients import gradient_passes, query_pass
+    from zeco.kernels.decay.passes import adjoint_state_pass, output_pass, state_pass
+    from zeco.kernels.decay.plan import make_plan
 
     plan = make_plan(q, v, g, **options)
     states, chunks = state_pass(plan, k, v, g)

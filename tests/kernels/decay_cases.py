@@ -14,11 +14,12 @@ from triton.runtime import interpreter
 
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
-from zeco.kernels import scalar, scalar_gradients
-from zeco.kernels.decay import adjoint_state_pass, output_pass, state_pass
-from zeco.kernels.decay_gradients import gradient_passes, query_pass
-from zeco.kernels.decay_plan import make_plan
-from zeco.kernels.row_scales import pack, unpack
+from zeco.kernels.decay.gradients import gradient_passes, query_pass
+from zeco.kernels.decay.passes import adjoint_state_pass, output_pass, state_pass
+from zeco.kernels.decay.plan import make_plan
+from zeco.kernels.decay.row_scales import pack, unpack
+from zeco.kernels.scalar import gradients as scalar_gradients
+from zeco.kernels.scalar import passes as scalar
 from zeco.operators import triton_decay
 from zeco.operators.decay import DecayOperator, DecaySegment
 from zeco.operators.oracle import recurrence

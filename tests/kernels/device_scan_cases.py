@@ -11,7 +11,7 @@ import torch
 from decay_cases import let_numpy_index
 
 from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar
-from zeco.kernels.device_scan import (
+from zeco.kernels.device.scan import (
     Ports,
     Role,
     launch_scan,

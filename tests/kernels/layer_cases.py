@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from decay_cases import let_numpy_index
 
-from zeco.kernels import gated_norm, short_convolution
+from zeco.kernels.layers import gated_norm, short_convolution
 from zeco.operators import gated_norm as norm_operator
 from zeco.operators import log_gate, row_convolution
 

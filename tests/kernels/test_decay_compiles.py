@@ -34,15 +34,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def launched(cache, monkeypatch, compile_for_hopper):
     """Compile kernels in place of launching them; return the list that their names are added to."""
-    from zeco.kernels import (
-        chunkwise,
-        chunkwise_rows,
-        decay,
-        decay_gradients,
-        decay_plan,
-        scalar,
-        scalar_gradients,
-    )
+    from zeco.kernels.decay import plan
     from zeco.kernels.launch import launch
 
     names: list[str] = []
@@ -57,12 +49,13 @@ def launched(cache, monkeypatch, compile_for_hopper):
         names.append(found["kernel"].__name__)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    for module in (decay, decay_gradients, scalar, scalar_gradients, chunkwise, chunkwise_rows):
-        monkeypatch.setattr(module, "launch", compile_instead)
-    monkeypatch.setattr(decay_plan, "_multiprocessors", lambda device: MULTIPROCESSORS)
-    decay_plan._plan.cache_clear()
+    launchers = ("decay.passes", "decay.gradients", "scalar.passes", "scalar.gradients")
+    for module in (*launchers, "chunkwise.passes", "chunkwise.rows"):
+        monkeypatch.setattr(f"zeco.kernels.{module}.launch", compile_instead)
+    monkeypatch.setattr(plan, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    plan._plan.cache_clear()
     yield names
-    decay_plan._plan.cache_clear()
+    plan._plan.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ class Call:
     """
 
     def __init__(self, case: Case, *, diagonal: bool) -> None:
-        from zeco.kernels.decay_plan import chunk_of, make_plan
+        from zeco.kernels.decay.plan import chunk_of, make_plan
 
         B, T, H, K, V = 1, case.T, 4, case.K, case.V
         shared = H // case.group
@@ -205,7 +198,8 @@ def kernels(*names):
     ],
 )
 def test_kernels_of_diagonal_decays_compile(case, expected, launched):
-    from zeco.kernels import decay, decay_gradients
+    from zeco.kernels.decay import gradients as decay_gradients
+    from zeco.kernels.decay import passes as decay
 
     call = Call(case, diagonal=True)
     plan, q, k, v, g, d_o = call.plan, call.q, call.k, call.v, call.g, call.d_o
@@ -240,7 +234,8 @@ def test_kernels_of_diagonal_decays_compile(case, expected, launched):
     ],
 )
 def test_kernels_of_one_decay_a_head_compile(case, expected, launched):
-    from zeco.kernels import scalar, scalar_gradients
+    from zeco.kernels.scalar import gradients as scalar_gradients
+    from zeco.kernels.scalar import passes as scalar
 
     call = Call(case, diagonal=False)
     plan, q, k, v, g, d_o = call.plan, call.q, call.k, call.v, call.g, call.d_o
@@ -263,7 +258,7 @@ def test_kernels_of_one_decay_a_head_compile(case, expected, launched):
 
 
 def test_too_much_shared_memory_is_found(launched):
-    from zeco.kernels import decay
+    from zeco.kernels.decay import passes as decay
 
     call = Call(Case(128, 128), diagonal=True)
     plan = replace(call.plan, cuts=replace(call.plan.cuts, state_stages=5))

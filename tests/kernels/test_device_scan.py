@@ -38,7 +38,7 @@ def test_every_word_is_received_once(kind, channels, scope, compile_for_hopper):
 
     Triton may copy an operation whose result it wants in several layouts, even one that waits.
     """
-    from zeco.kernels.device_scan import UNROLL, choose_kernel, make_layout
+    from zeco.kernels.device.scan import UNROLL, choose_kernel, make_layout
 
     shape = (1, 32, channels, 128)
     options = {"max_programs": 16, "tensor_cores": True, "scope": scope}
@@ -74,7 +74,7 @@ def test_every_word_is_received_once(kind, channels, scope, compile_for_hopper):
 def test_every_launch_of_a_layout_takes_the_same_kernel(kind, monkeypatch):
     """Triton compiles again for other types, and for some values; meanwhile ranks would wait."""
     from zeco.core.transitions import Dense, Diagonal, Identity, Reset, Scalar
-    from zeco.kernels import device_scan
+    from zeco.kernels.device import scan as device_scan
 
     shape = (1, 2, 16, 16)
     layout = device_scan.make_layout(shape, torch.float32, kind, max_programs=2)

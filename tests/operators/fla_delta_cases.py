@@ -16,8 +16,8 @@ from triton.runtime.autotuner import Autotuner
 
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import BackendError
-from zeco.kernels import delta_run_maps
-from zeco.kernels.delta_maps import (
+from zeco.kernels.delta import run_maps as delta_run_maps
+from zeco.kernels.delta.maps import (
     adjoints_through,
     apply_maps,
     compose_adjoints,

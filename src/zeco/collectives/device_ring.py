@@ -3,7 +3,7 @@
 A ring belongs to one rank. For every layout of states it holds mailboxes in both directions of travel,
 allocated once, by all ranks; then a scan is one launch a rank on a stream of high priority, and neither
 the host nor the caller's stream waits before the results are asked for. What the kernels do is in
-`zeco.kernels.device_scan`.
+`zeco.kernels.device.scan`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeco.core.maps import AffineMap
 from zeco.core.transitions import Reset
 
 if TYPE_CHECKING:
-    from zeco.kernels.device_scan import Ports, ScanLayout
+    from zeco.kernels.device.scan import Ports, ScanLayout
 
 States = tuple[Tensor, Tensor | None]
 """What enters and what leaves a rank; None where the rank didn't ask for the latter."""
@@ -147,7 +147,7 @@ class DeviceRing(ABC):
         Raises:
             UnsupportedError: the kernels don't take this kind at this shape.
         """
-        from zeco.kernels.device_scan import make_layout
+        from zeco.kernels.device.scan import make_layout
 
         transition = own.transition
         kind = transition.among if isinstance(transition, Reset) else transition.kind
@@ -179,7 +179,7 @@ class DeviceRing(ABC):
             check: raises if a scan of this ring has failed.
             output_leaving: whether this rank's leaving state is written; ranks needn't agree.
         """
-        from zeco.kernels.device_scan import Role, launch_scan
+        from zeco.kernels.device.scan import Role, launch_scan
 
         if own.update.device != self.device:
             raise ArgumentError(
@@ -219,7 +219,7 @@ class DeviceRing(ABC):
 
     def find_failure(self) -> str | None:
         """Return what a kernel has found wrong, if one has, without waiting for any."""
-        from zeco.kernels.device_scan import read_status
+        from zeco.kernels.device.scan import read_status
 
         for layout, pair in self._ports.items():
             for ports, direction in zip(pair, ("forward", "reverse"), strict=True):
@@ -301,7 +301,7 @@ def make_ports(
         after: that of the rank after it.
         broken: the rank's own mark that a scan has failed.
     """
-    from zeco.kernels.device_scan import Ports
+    from zeco.kernels.device.scan import Ports
 
     mine, lower, upper = (split_memory(memory, layout) for memory in (own, before, after))
     epochs = torch.zeros(2, _room_size(layout), dtype=torch.int64, device=own.device)

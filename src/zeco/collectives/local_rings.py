@@ -21,7 +21,7 @@ from zeco.core.errors import ArgumentError, UnsupportedError
 from zeco.core.transitions import Reset
 
 if TYPE_CHECKING:
-    from zeco.kernels.device_scan import Ports, ScanLayout
+    from zeco.kernels.device.scan import Ports, ScanLayout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable that says how many streams CUDA serves independently; 8 by default."""
@@ -138,7 +138,7 @@ class LocalRings:
 
 def _load_kernel(layout: ScanLayout, ports: Ports, device: torch.device, timeout_s: float) -> None:
     """Run a layout's kernel alone, and leave no trace of that in the ports."""
-    from zeco.kernels.device_scan import Role, launch_scan
+    from zeco.kernels.device.scan import Role, launch_scan
 
     state = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
     launch_scan(

@@ -223,6 +223,6 @@ def can_scan_in_kernels(
         return False
     if kind != Dense.kind:
         return True
-    from zeco.kernels.device_scan import MAX_K
+    from zeco.kernels.device.scan import MAX_K
 
     return shape[2] <= MAX_K

@@ -26,7 +26,7 @@ from zeco.core.errors import UnsupportedError
 from zeco.core.topology import find_machine
 
 if TYPE_CHECKING:
-    from zeco.kernels.device_scan import Ports, ScanLayout
+    from zeco.kernels.device.scan import Ports, ScanLayout
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

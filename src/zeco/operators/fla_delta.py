@@ -121,7 +121,7 @@ class FlaDeltaSegment(Segment):
         The update [B, H, K, V] is None when it isn't known any more.
         """
         if self._found_total is None:
-            from zeco.kernels.delta_maps import compose_maps
+            from zeco.kernels.delta.maps import compose_maps
 
             maps = self._maps(0)
             if self._is_cut(0):
@@ -145,7 +145,7 @@ class FlaDeltaSegment(Segment):
         """Return the states that enter a group's runs, and the one that leaves if that is known."""
         if not self._is_cut(group):
             return state.contiguous(), None
-        from zeco.kernels.delta_maps import apply_maps, states_through
+        from zeco.kernels.delta.maps import apply_maps, states_through
 
         if self._before is not None:  # there is one group
             return apply_maps(self._before, state), None
@@ -154,7 +154,7 @@ class FlaDeltaSegment(Segment):
     def _back_through(self, group: int, d_end: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states that leave a group's runs, and of what enters it, if
         that isn't known already."""
-        from zeco.kernels.delta_maps import adjoints_through, apply_maps
+        from zeco.kernels.delta.maps import adjoints_through, apply_maps
 
         if self._after is not None:  # there is one group
             return apply_maps(self._after, d_end), None
@@ -181,7 +181,7 @@ class FlaDeltaSegment(Segment):
             return AffineMap(update, self.transition())
         if not self.pieces.resets:
             return AffineMap(taken(self._total()[0]), self.transition())
-        from zeco.kernels.delta_maps import states_through
+        from zeco.kernels.delta.maps import states_through
 
         start = self._zero_state() if initials is None else initials[-1]
         _, update = states_through(self._maps(len(self.pieces.documents) - 1), start)
@@ -257,7 +257,7 @@ class FlaDeltaSegment(Segment):
             return taken(self._back_through(0, d_end, d_o)[1])
         own = self._adjoints(d_o)
         if self._is_cut(0):
-            from zeco.kernels.delta_maps import compose_adjoints
+            from zeco.kernels.delta.maps import compose_adjoints
 
             own, self._after = compose_adjoints(self._maps(0), own, self.B)
         return own

@@ -108,7 +108,7 @@ class DplrPasses(Passes):
         del kept
 
     def maps(self, first: int, stop: int) -> Tensor:
-        from zeco.kernels.delta_run_maps import run_maps
+        from zeco.kernels.delta.run_maps import run_maps
 
         s = self._solve()
         found = run_maps(
@@ -164,7 +164,7 @@ class DplrPasses(Passes):
         return o, ends
 
     def adjoints(self, d_o: Tensor) -> Tensor:
-        from zeco.kernels.delta_adjoints import run_adjoints
+        from zeco.kernels.delta.adjoints import run_adjoints
 
         s = self._solve()
         return run_adjoints(

@@ -1,7 +1,7 @@
 """Passes of the delta rule and the gated delta rule on Flash Linear Attention's kernels.
 
 Both go through the kernels of FLA's gated delta rule, which take None for a gate; those of its delta
-rule compute the same without. One kernel is this package's: see `zeco.kernels.delta_gradients`.
+rule compute the same without. One kernel is this package's: see `zeco.kernels.delta.gradients`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class HeadPasses(DeltaPasses):
         self._replayed = h, written
 
     def gradients(self, d_o: Tensor, d_ends: Tensor) -> PassGradients:
-        from zeco.kernels.delta_gradients import row_gradients
+        from zeco.kernels.delta.gradients import row_gradients
 
         h, written = taken(self._replayed)
         self._replayed = None

@@ -146,7 +146,7 @@ class DeltaPasses(Passes):
         )
 
     def _maps(self, k: Tensor, w: Tensor, u: Tensor, first: int, stop: int) -> Tensor:
-        from zeco.kernels.delta_run_maps import run_maps
+        from zeco.kernels.delta.run_maps import run_maps
 
         cuts = self.runs.cu_seqlens
         found = run_maps(k, w, u, self._decay, cu_seqlens=cuts, first=first, stop=stop)
@@ -162,8 +162,8 @@ class DeltaPasses(Passes):
         inner: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """Return what `adjoints` does; see `zeco.kernels.delta_adjoints.run_adjoints`."""
-        from zeco.kernels.delta_adjoints import run_adjoints
+        """Return what `adjoints` does; see `zeco.kernels.delta.adjoints.run_adjoints`."""
+        from zeco.kernels.delta.adjoints import run_adjoints
 
         return run_adjoints(
             q,

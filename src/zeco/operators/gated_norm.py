@@ -22,7 +22,7 @@ class _GatedNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, o: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool
     ) -> Tensor:
-        from zeco.kernels.gated_norm import norm_fwd
+        from zeco.kernels.layers.gated_norm import norm_fwd
 
         shape = o.shape
         o, gate = (x.reshape(-1, shape[-1]).contiguous() for x in (o, gate))
@@ -33,7 +33,7 @@ class _GatedNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        from zeco.kernels.gated_norm import norm_bwd
+        from zeco.kernels.layers.gated_norm import norm_bwd
 
         o, gate, weight = ctx.saved_tensors
         rows = d_y.reshape(o.shape).contiguous()

@@ -18,7 +18,7 @@ class _LogGateFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, normalizer: float) -> Tensor:
-        from zeco.kernels.log_gate import log_gate_fwd
+        from zeco.kernels.layers.log_gate import log_gate_fwd
 
         g = log_gate_fwd(logits.contiguous(), normalizer=normalizer)
         ctx.save_for_backward(g)
@@ -28,7 +28,7 @@ class _LogGateFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor | None, ...]:
-        from zeco.kernels.log_gate import log_gate_bwd
+        from zeco.kernels.layers.log_gate import log_gate_bwd
 
         (g,) = ctx.saved_tensors
         return log_gate_bwd(g, d_g.contiguous(), ctx.dtype, normalizer=ctx.normalizer), None

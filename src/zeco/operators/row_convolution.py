@@ -26,7 +26,7 @@ class _ConvolutionFunction(torch.autograd.Function):
         silu: bool,
         sizes: tuple[int, ...],
     ) -> tuple[Tensor, ...]:
-        from zeco.kernels.short_convolution import convolution_fwd
+        from zeco.kernels.layers.short_convolution import convolution_fwd
 
         before, x = (_side_by_side(rows) for rows in (before, x))
         weight = weight.contiguous()
@@ -37,7 +37,7 @@ class _ConvolutionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_y: Tensor) -> tuple[Tensor | None, ...]:
-        from zeco.kernels.short_convolution import convolution_bwd
+        from zeco.kernels.layers.short_convolution import convolution_bwd
 
         before, x, weight, bias = ctx.saved_tensors
         d_y = tuple(_side_by_side(d) for d in d_y)

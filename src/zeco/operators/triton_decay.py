@@ -22,10 +22,10 @@ from zeco.operators.segment import Gradients, Inputs, Segment
 from zeco.operators.triton_rows import DecayOptions, arrange
 
 if TYPE_CHECKING:
-    from zeco.kernels.decay import Chunks, States
-    from zeco.kernels.decay_gradients import DecayGradients, QueryGradient
-    from zeco.kernels.decay_plan import Plan
-    from zeco.kernels.scalar import Sums
+    from zeco.kernels.decay.gradients import DecayGradients, QueryGradient
+    from zeco.kernels.decay.passes import Chunks, States
+    from zeco.kernels.decay.plan import Plan
+    from zeco.kernels.scalar.passes import Sums
 
 # States at the boundaries of segments are kept for the backward pass up to this part of the values.
 _KEPT_PART = 3 / 8
@@ -34,8 +34,11 @@ _KEPT_PART = 3 / 8
 @cache
 def _launchers() -> Any:
     """Return the modules that launch kernels; Triton, which they import, need not be installed."""
-    from zeco.kernels import decay, decay_gradients, scalar, scalar_gradients
+    from zeco.kernels.decay import gradients as decay_gradients
+    from zeco.kernels.decay import passes as decay
     from zeco.kernels.head_sums import head_sums
+    from zeco.kernels.scalar import gradients as scalar_gradients
+    from zeco.kernels.scalar import passes as scalar
 
     return SimpleNamespace(
         decay=decay,
@@ -106,7 +109,7 @@ class TritonDecaySegment(Segment):
         """Sizes and launch settings."""
         found = self._arrangement.plan
         if found is None:
-            from zeco.kernels.decay_plan import make_plan
+            from zeco.kernels.decay.plan import make_plan
 
             ranges, continued = self.rows.ranges, self.pieces.continued
             found = make_plan(self.q, self.v, self.g, ranges=ranges, continued=continued)

@@ -31,7 +31,7 @@ from zeco.operators.layout import make_layout
 from zeco.operators.segment import Inputs
 
 if TYPE_CHECKING:
-    from zeco.kernels.decay_plan import Plan
+    from zeco.kernels.decay.plan import Plan
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -85,7 +85,7 @@ def why_not_triton(K: int, V: int, *dtypes: torch.dtype | None) -> str | None:
         V: value dim.
         dtypes: of q, k, v and g.
     """
-    from zeco.kernels.decay_plan import most_keys
+    from zeco.kernels.decay.plan import most_keys
 
     if torch.float64 in dtypes:
         return "the kernels don't compute in float64"
@@ -253,7 +253,7 @@ def arrange(
         raise UnsupportedError(
             f"{operator.name}: backend 'triton' can't run this: {reason}; use backend='torch'"
         )
-    from zeco.kernels.decay_plan import chunk_of, most_values
+    from zeco.kernels.decay.plan import chunk_of, most_values
 
     # More of them a head than walks carry take longer than two heads with half of them each.
     slices = make_slices(V, most_values(dtype, K) or V)

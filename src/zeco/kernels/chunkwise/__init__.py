@@ -1,0 +1,1 @@
+"""Wide keys, of either kind of decay: states are written for every chunk."""

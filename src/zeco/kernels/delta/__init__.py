@@ -1,0 +1,1 @@
+"""Dense transitions: what Flash Linear Attention's kernels leave to be done."""

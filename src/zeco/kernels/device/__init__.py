@@ -1,0 +1,1 @@
+"""All-Scan inside kernels."""

@@ -1,0 +1,1 @@
+"""What layers do beside their operator."""

@@ -1,0 +1,1 @@
+"""One decay a head, or none."""
