@@ -12,7 +12,7 @@ from zeco import ops
 from zeco.benchmarks.fla_settings import one_setting_each
 from zeco.core.documents import local_pieces, whole
 from zeco.core.errors import UnsupportedError
-from zeco.operators import fla_delta
+from zeco.operators.fla import segment as fla_delta
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,7 +143,7 @@ def test_float16(name):
 
 def split_in_four(name, inputs, initial, d_o, d_final, pieces, backend):
     """Run four segments as ranks would: maps, scan, outputs, adjoints, reverse scan, gradients."""
-    from zeco.operators.delta_call import DeltaRuleOperator
+    from zeco.operators.delta.call import DeltaRuleOperator
     from zeco.operators.rwkv7 import RWKV7Operator
 
     if name == "delta_rule":

@@ -20,10 +20,10 @@ from zeco.kernels.decay.plan import make_plan
 from zeco.kernels.decay.row_scales import pack, unpack
 from zeco.kernels.scalar import gradients as scalar_gradients
 from zeco.kernels.scalar import passes as scalar
-from zeco.operators import triton_decay
-from zeco.operators.decay import DecayOperator, DecaySegment
+from zeco.operators.decay import triton_segment as triton_decay
+from zeco.operators.decay.segment import DecayOperator, DecaySegment
+from zeco.operators.decay.triton_segment import TritonDecaySegment
 from zeco.operators.oracle import recurrence
-from zeco.operators.triton_decay import TritonDecaySegment
 
 
 def let_numpy_index():

@@ -24,10 +24,12 @@ from zeco.kernels.delta.maps import (
     compose_maps,
     states_through,
 )
-from zeco.operators import fla_check, fla_delta, fla_runs
-from zeco.operators.delta_call import DeltaRuleOperator
-from zeco.operators.fla_dplr_passes import DplrPasses, dplr_passes
-from zeco.operators.fla_passes import Passes
+from zeco.operators.delta.call import DeltaRuleOperator
+from zeco.operators.fla import check as fla_check
+from zeco.operators.fla import runs as fla_runs
+from zeco.operators.fla import segment as fla_delta
+from zeco.operators.fla.dplr_passes import DplrPasses, dplr_passes
+from zeco.operators.fla.passes import Passes
 from zeco.operators.rwkv7 import RWKV7Operator
 
 MODULES = (

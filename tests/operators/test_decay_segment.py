@@ -11,10 +11,10 @@ from torch import Tensor
 
 from zeco.core.documents import Pieces, local_pieces, whole
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar
-from zeco.operators.decay import DecayOperator, Kind
-from zeco.operators.decay_gates import chunk_gates
-from zeco.operators.decay_scan import decay_scan, fold_chunks
-from zeco.operators.exact_scores import FAST_LIMIT, exact_scores
+from zeco.operators.decay.exact_scores import FAST_LIMIT, exact_scores
+from zeco.operators.decay.gates import chunk_gates
+from zeco.operators.decay.scan import decay_scan, fold_chunks
+from zeco.operators.decay.segment import DecayOperator, Kind
 from zeco.operators.segment import Gradients, Inputs, Segment
 
 KINDS: list[Kind] = ["identity", "scalar", "diagonal"]

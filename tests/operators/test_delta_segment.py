@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from zeco.core.documents import Pieces, local_pieces, whole
 from zeco.core.transitions import Dense, Reset
-from zeco.operators.decay_gates import causal_scores, chunk_gates
-from zeco.operators.delta_call import DeltaRuleOperator
-from zeco.operators.delta_core import Rows, run_chunks
-from zeco.operators.delta_scan import fold_maps, fold_matrices, run_back, scan_chunks
+from zeco.operators.decay.gates import causal_scores, chunk_gates
+from zeco.operators.delta.call import DeltaRuleOperator
+from zeco.operators.delta.core import Rows, run_chunks
+from zeco.operators.delta.scan import fold_maps, fold_matrices, run_back, scan_chunks
+from zeco.operators.delta.triangular import unit_lower_inverse
 from zeco.operators.rwkv7 import RWKV7Operator
 from zeco.operators.segment import Gradients, Inputs, Operator, Segment
-from zeco.operators.triangular import unit_lower_inverse
 
 NAMES = ["delta_rule", "gated_delta_rule", "kda", "rwkv7"]
 every_operator = pytest.mark.parametrize("name", NAMES)

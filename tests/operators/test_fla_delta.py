@@ -16,9 +16,10 @@ import torch
 from zeco import ops
 from zeco.core import captures
 from zeco.core.errors import ArgumentError, UnsupportedError
-from zeco.operators import backends, fla_check
+from zeco.operators import backends
 from zeco.operators.backends import choose_backend
-from zeco.operators.fla_runs import make_runs
+from zeco.operators.fla import check as fla_check
+from zeco.operators.fla.runs import make_runs
 
 CASES = Path(__file__).with_name("fla_delta_cases.py")
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_interpreted_kernels(name: str, run_interpreted: Callable[[Path, str], N
 def test_the_offsets_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from fla.ops.utils import prepare_chunk_offsets
 
-    from zeco.operators import fla_dplr_passes
+    from zeco.operators.fla import dplr_passes as fla_dplr_passes
 
     monkeypatch.setattr(captures, "_held", {})
     for module in (captures, fla_dplr_passes):

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from zeco.core.errors import ArgumentError, UnsupportedError, unknown_name
-from zeco.operators.fla_check import is_installed, why_not_installed
+from zeco.operators.fla.check import is_installed, why_not_installed
 
 BACKENDS = ("auto", "torch", "triton", "fla")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeco.operators.arguments import documented
-from zeco.operators.delta_call import run_delta_rule
+from zeco.operators.delta.call import run_delta_rule
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeco.operators.arguments import documented
-from zeco.operators.decay_call import run_decay
+from zeco.operators.decay.call import run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

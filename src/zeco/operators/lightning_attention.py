@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeco.operators.arguments import documented
-from zeco.operators.decay_call import expand_log_decay, run_decay
+from zeco.operators.decay.call import expand_log_decay, run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from zeco.core.captures import is_capturing
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import documented
-from zeco.operators.decay_call import expand_log_decay, retnet_log_decay, run_decay
+from zeco.operators.decay.call import expand_log_decay, retnet_log_decay, run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from zeco.core.errors import ArgumentError
 from zeco.core.shapes import state_dtype
 from zeco.operators.arguments import check_inputs, documented, repeat_heads
-from zeco.operators.decay_call import run_decay
+from zeco.operators.decay.call import run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

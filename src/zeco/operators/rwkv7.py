@@ -21,12 +21,12 @@ from zeco.operators.arguments import (
 )
 from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
-from zeco.operators.decay_gates import ChunkGates, causal_scores, chunk_gates
-from zeco.operators.delta import DeltaFamilySegment, scaled
-from zeco.operators.delta_core import Exact
-from zeco.operators.fla_check import why_not_fla
-from zeco.operators.fla_delta import FlaDeltaSegment
-from zeco.operators.fla_dplr_passes import dplr_passes
+from zeco.operators.decay.gates import ChunkGates, causal_scores, chunk_gates
+from zeco.operators.delta.core import Exact
+from zeco.operators.delta.segment import DeltaFamilySegment, scaled
+from zeco.operators.fla.check import why_not_fla
+from zeco.operators.fla.dplr_passes import dplr_passes
+from zeco.operators.fla.segment import FlaDeltaSegment
 from zeco.operators.function import operator_call, run_operator
 from zeco.operators.segment import Exchange, Inputs
 

@@ -19,7 +19,7 @@ from zeco.operators.arguments import (
     documented,
     signature_of,
 )
-from zeco.operators.decay_call import run_decay
+from zeco.operators.decay.call import run_decay
 from zeco.operators.function import operator_call
 from zeco.operators.segment import Exchange
 

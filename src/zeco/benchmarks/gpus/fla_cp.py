@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco.benchmarks.peers import PEERS
-from zeco.operators.fla_check import why_not_installed
+from zeco.operators.fla.check import why_not_installed
 
 OPERATORS = ("gated_delta_rule", "kda")
 """The delta rules that take a context; FLA's plain delta rule and its other operators don't."""

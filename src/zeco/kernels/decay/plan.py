@@ -287,13 +287,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _programs(plan: Plan) -> tuple[int, ...]:
-    """Return the programs a segment of each kind of walk, of 8 warps; one of 4 is half a program.
-
-    >>> from zeco.kernels.decay.plan import make_plan
-    >>> q, v = torch.empty(1, 64, 10, 128), torch.empty(1, 64, 80, 64)
-    >>> _programs(make_plan(q.bfloat16(), v.bfloat16(), None))
-    (40, 80)
-    """
+    """Return the programs a segment of each kind of walk, of 8 warps; one of 4 is half a program."""
     if plan.cuts.chunkwise is not None:
         return (plan.heads * max(1, plan.block_k * plan.block_v // STATE_NUMBERS),)
     warps = (
@@ -310,9 +304,6 @@ def _longest_segment(programs: tuple[int, ...], counts: tuple[int, ...], slots: 
         programs: programs a segment, of each kind of walk.
         counts: chunks of each piece.
         slots: programs that run at once.
-
-    >>> _longest_segment((64, 64), (256,), 132), _longest_segment((32, 64), (256,), 132)
-    (128, 64)
     """
     total = sum(counts)
 

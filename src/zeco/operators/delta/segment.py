@@ -17,9 +17,9 @@ the same direction). With b the cumulative decay of a chunk and S the state that
 a unit lower triangular system for all of a chunk's u: the WY form of Yang et al. (arXiv:2406.06484,
 2412.06464) with a diagonal. Two passes come from it. The state pass needs the chunks' maps before
 the state is there: the solutions U = W S + X make a chunk an affine map with a dense K×K matrix
-(`zeco.operators.delta_scan`). The pass whose entering state is known solves for U chunk by chunk
-(`zeco.operators.delta_core`), and it is the one with gradients.
-Decays are taken relative to the middle of a chunk, or by bisection: `zeco.operators.decay_gates`.
+(`zeco.operators.delta.scan`). The pass whose entering state is known solves for U chunk by chunk
+(`zeco.operators.delta.core`), and it is the one with gradients.
+Decays are taken relative to the middle of a chunk, or by bisection: `zeco.operators.decay.gates`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.shapes import state_dtype
 from zeco.core.transitions import Dense, Reset, Transition
-from zeco.operators.decay_gates import ChunkGates, causal_scores, scale_rows
-from zeco.operators.delta_core import Exact, Rows, run_chunks
-from zeco.operators.delta_scan import fold_maps, fold_matrices, run_back, scan_chunks
-from zeco.operators.exact_scores import exact_scores
+from zeco.operators.decay.exact_scores import exact_scores
+from zeco.operators.decay.gates import ChunkGates, causal_scores, scale_rows
+from zeco.operators.delta.core import Exact, Rows, run_chunks
+from zeco.operators.delta.scan import fold_maps, fold_matrices, run_back, scan_chunks
+from zeco.operators.delta.triangular import unit_lower_inverse
 from zeco.operators.layout import make_layout
 from zeco.operators.segment import Inputs, Operator, Segment
-from zeco.operators.triangular import unit_lower_inverse
 
 # K and V are padded to a multiple of this, so that every matrix of a batch starts on 64 bytes:
 # BLAS sums in another order where one does not, and a chunk's result would then depend on its

@@ -1,4 +1,4 @@
-"""The delta family on Flash Linear Attention's kernels: a `Segment` like `zeco.operators.delta`'s.
+"""The delta family on Flash Linear Attention's kernels: a `Segment` like that of `delta.segment`.
 
 FLA joins forward and backward in one autograd function, and its own context parallelism gathers
 every rank's map. Here its passes (`fla_passes`) are called one by one, so that the rank's map is
@@ -21,10 +21,10 @@ from zeco.core.captures import hold
 from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Dense, Reset, Transition
-from zeco.operators.delta import DeltaFamilyOperator
-from zeco.operators.fla_check import ROWS, confirm
-from zeco.operators.fla_passes import Passes, in_one_row, taken
-from zeco.operators.fla_runs import Runs, chunks_per_run, make_runs
+from zeco.operators.delta.segment import DeltaFamilyOperator
+from zeco.operators.fla.check import ROWS, confirm
+from zeco.operators.fla.passes import Passes, in_one_row, taken
+from zeco.operators.fla.runs import Runs, chunks_per_run, make_runs
 from zeco.operators.segment import Gradients, Inputs, Segment
 
 # Value channels of a program of the passes that carry a state; there is one for each head and run.

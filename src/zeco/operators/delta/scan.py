@@ -1,7 +1,7 @@
 """The recurrence over chunks as dense maps, ``S ← T[c] S + U[c]``, back and forth, and its composition.
 
 This is the form of the state pass, in which a chunk's map is needed for itself. It is outside of
-autograd: gradients are those of `zeco.operators.delta_core`.
+autograd: gradients are those of `zeco.operators.delta.core`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ join all passes in one autograd function and leave no room for an exchange betwe
 
 FLA's conventions: tensors [1, T, H, width], sequences one behind the other as ``cu_seqlens`` says;
 cumulative gates in base 2; states [N, H, K, V] fp32, one a sequence, which here is a run
-(`zeco.operators.fla_runs`). Its names: w and u are the WY rows (u - w S is what a chunk's tokens
+(`zeco.operators.fla.runs`). Its names: w and u are the WY rows (u - w S is what a chunk's tokens
 write), A the inverse of their overlaps, h the state that enters each chunk.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
-from zeco.operators.fla_runs import Runs
+from zeco.operators.fla.runs import Runs
 from zeco.operators.segment import Inputs
 
 GivenT = TypeVar("GivenT")

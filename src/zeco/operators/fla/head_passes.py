@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeco.operators.fla_passes import DeltaPasses, PassGradients, call_fla, taken
+from zeco.operators.fla.passes import DeltaPasses, PassGradients, call_fla, taken
 
 
 class HeadPasses(DeltaPasses):

@@ -40,7 +40,7 @@ _KEPT = 16
 
 
 class DecayOptions(Protocol):
-    """What the segment reads of `zeco.operators.decay.DecayOperator`."""
+    """What the segment reads of `zeco.operators.decay.segment.DecayOperator`."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,8 @@
-"""The decay family on Triton kernels: a `Segment` with the contract of `zeco.operators.decay`.
+"""The decay family on Triton kernels: a `Segment` with the contract of `zeco.operators.decay.segment`.
 
 Diagonal decays run on `zeco.kernels.decay`; one decay a head, or none, on `zeco.kernels.scalar`. Both
 know one run of rows for each head; what else a call may have is arranged for them in
-`zeco.operators.triton_rows`.
+`zeco.operators.decay.triton_rows`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zeco.core.captures import hold
 from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
+from zeco.operators.decay.triton_rows import DecayOptions, arrange
 from zeco.operators.segment import Gradients, Inputs, Segment
-from zeco.operators.triton_rows import DecayOptions, arrange
 
 if TYPE_CHECKING:
     from zeco.kernels.decay.gradients import DecayGradients, QueryGradient

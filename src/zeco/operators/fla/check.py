@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from zeco.core.documents import whole
 from zeco.core.errors import BackendError
-from zeco.operators.fla_runs import make_runs
+from zeco.operators.fla.runs import make_runs
 from zeco.operators.segment import Inputs
 
 if TYPE_CHECKING:
-    from zeco.operators.delta import DeltaFamilyOperator
-    from zeco.operators.fla_passes import Passes
+    from zeco.operators.delta.segment import DeltaFamilyOperator
+    from zeco.operators.fla.passes import Passes
     from zeco.operators.segment import Segment
 
 KNOWN = ("0.6.0",)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from zeco.core.captures import hold, is_capturing
-from zeco.operators.fla_passes import PER_LN2, Passes, PassGradients, call_fla, taken
-from zeco.operators.fla_runs import Runs
+from zeco.operators.fla.passes import PER_LN2, Passes, PassGradients, call_fla, taken
+from zeco.operators.fla.runs import Runs
 from zeco.operators.segment import Inputs
 
 _DPLR = "ops.generalized_delta_rule.dplr."

@@ -9,7 +9,7 @@ m = b_C / 2, and the same rows serve the states::
 
 so one tensor ``shift`` = m = b_C - m scales both. This *fast form* is used where |b_C| is within
 `FAST_LIMIT` in every channel of a chunk's head. Elsewhere m is 0 for the queries and b_C for the
-keys (``shift`` = 0, all exponents <= 0), and scores come from `zeco.operators.exact_scores`.
+keys (``shift`` = 0, all exponents <= 0), and scores come from `zeco.operators.decay.exact_scores`.
 The choice is made for every chunk and head by itself, so that a result never depends on which
 other chunks are in the call.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zeco.operators.exact_scores import (
+from zeco.operators.decay.exact_scores import (
     FAST_LIMIT,
     exclusive_prefix,
     exclusive_suffix,

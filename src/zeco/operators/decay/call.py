@@ -23,10 +23,10 @@ from zeco.operators.arguments import (
 )
 from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
-from zeco.operators.decay import DecayOperator, Kind
+from zeco.operators.decay.segment import DecayOperator, Kind
+from zeco.operators.decay.triton_rows import why_not_triton
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange, Inputs
-from zeco.operators.triton_rows import why_not_triton
 
 OFFERED = ("torch", "triton")
 

@@ -15,13 +15,13 @@ from zeco.core.errors import ArgumentError
 from zeco.operators.arguments import check_heads, check_inputs, check_log_decay, repeat_heads
 from zeco.operators.backends import choose_backend
 from zeco.operators.bidirectional import check_stateless, run_both_directions
-from zeco.operators.decay_gates import ChunkGates, chunk_gates
-from zeco.operators.delta import DeltaFamilySegment, scaled
-from zeco.operators.delta_core import Exact
-from zeco.operators.fla_channel_passes import ChannelPasses
-from zeco.operators.fla_check import why_not_fla
-from zeco.operators.fla_delta import FlaDeltaSegment
-from zeco.operators.fla_head_passes import HeadPasses
+from zeco.operators.decay.gates import ChunkGates, chunk_gates
+from zeco.operators.delta.core import Exact
+from zeco.operators.delta.segment import DeltaFamilySegment, scaled
+from zeco.operators.fla.channel_passes import ChannelPasses
+from zeco.operators.fla.check import why_not_fla
+from zeco.operators.fla.head_passes import HeadPasses
+from zeco.operators.fla.segment import FlaDeltaSegment
 from zeco.operators.function import run_operator
 from zeco.operators.segment import Exchange, Inputs
 

@@ -14,8 +14,8 @@ Backward, with R the gradient of S_next and R̃ = exp(shift) ∘ R::
     dA = strictly_lower(dB Uᵀ)           dp̃ = (tril(do Uᵀ))ᵀ q̃ + U R̃ᵀ + dAᵀ ã
 
 Only the three products a chunk that hang on the state are in the loop; the rest is batched. Compared
-with dense K×K transitions (`zeco.operators.delta`) this saves a third of the products, which is why
-it serves calls whose states need not be known before the pass.
+with dense K×K transitions (`zeco.operators.delta.segment`) this saves a third of the products, which is
+why it serves calls whose states need not be known before the pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeco.operators.decay_gates import causal_scores
-from zeco.operators.delta_scan import Ranges
+from zeco.operators.decay.gates import causal_scores
+from zeco.operators.delta.scan import Ranges
 
 Exact = tuple[Tensor | None, Tensor | None]
 

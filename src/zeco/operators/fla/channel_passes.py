@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeco.operators.fla_passes import DeltaPasses, PassGradients, call_fla, taken
+from zeco.operators.fla.passes import DeltaPasses, PassGradients, call_fla, taken
 
 
 @dataclass(frozen=True, eq=False)

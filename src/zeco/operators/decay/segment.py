@@ -10,7 +10,7 @@
 
 With ``strict`` (RWKV-6) a query reads S_{t-1} in place of S_t. The chunkwise form is that of Yang
 et al. (GLA, arXiv:2312.06635, section 4), with decays relative to the middle of a chunk: see
-`zeco.operators.decay_gates`. Everything but the scan over chunks is a matmul or an elementwise
+`zeco.operators.decay.gates`. Everything but the scan over chunks is a matmul or an elementwise
 operation over all chunks at once.
 """
 
@@ -28,7 +28,8 @@ from zeco.core.documents import Pieces
 from zeco.core.maps import AffineMap
 from zeco.core.shapes import state_dtype
 from zeco.core.transitions import Diagonal, Identity, Reset, Scalar, Transition
-from zeco.operators.decay_gates import (
+from zeco.operators.decay.exact_scores import exact_scores
+from zeco.operators.decay.gates import (
     AttendFunction,
     ChunkGates,
     attend_gradients,
@@ -36,8 +37,7 @@ from zeco.operators.decay_gates import (
     chunk_gates,
     scale_rows,
 )
-from zeco.operators.decay_scan import decay_scan, fold_chunks
-from zeco.operators.exact_scores import exact_scores
+from zeco.operators.decay.scan import decay_scan, fold_chunks
 from zeco.operators.layout import make_layout
 from zeco.operators.segment import Gradients, Inputs, Segment
 
@@ -91,7 +91,7 @@ class DecayOperator:
     def segment(self, inputs: Inputs, pieces: Pieces) -> Segment:
         """Return the call of this operator on a rank's tokens."""
         if self.backend == "triton":
-            from zeco.operators.triton_decay import TritonDecaySegment
+            from zeco.operators.decay.triton_segment import TritonDecaySegment
 
             return TritonDecaySegment(self, inputs, pieces)
         return DecaySegment(self, inputs, pieces)

@@ -1,0 +1,1 @@
+"""Dense transitions of delta rules: the segment in PyTorch, and calls."""

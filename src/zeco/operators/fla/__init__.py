@@ -1,0 +1,1 @@
+"""Delta rules on Flash Linear Attention's kernels."""
