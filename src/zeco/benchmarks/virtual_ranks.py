@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zeco.core.maps import AffineMap
-from zeco.operators.function import SingleDevice
 from zeco.operators.segment import Gradients, Outcome, Segment
+from zeco.operators.single_device import SingleDevice
 from zeco.sequence_parallel.methods.method import add_to_last
 from zeco.testing.conformance import Problem, Results
 

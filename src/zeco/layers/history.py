@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeco.core.documents import Pieces
 from zeco.core.shapes import check_shapes
-from zeco.operators.function import SingleDevice
+from zeco.operators.single_device import SingleDevice
 from zeco.sequence_parallel import SequenceParallel
 from zeco.sequence_parallel.halo import halos
 from zeco.sequence_parallel.methods.method import do_nothing

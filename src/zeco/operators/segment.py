@@ -165,19 +165,6 @@ class Segment(ABC):
         return Gradients(inputs, _zeros_for_none(d_entering, entering), d_initials)
 
 
-def spares_zeros(exchange: object, segments: Sequence[Segment], *, alone: bool) -> bool:
-    """Return whether None may stand for the gradients of finals that nobody uses.
-
-    The segment of a sequence that lies whole on one device (``alone``) says so itself. Whatever else
-    exchanges states reads them, unless its ``takes_none`` says that it needn't where each slot has
-    one final.
-    """
-    if alone:
-        return segments[0].takes_none
-    takes_none: bool = getattr(exchange, "takes_none", False)
-    return takes_none and all(len(segment.pieces.documents) == 1 for segment in segments)
-
-
 def _zeros_for_none(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if gradient is None else gradient
 
