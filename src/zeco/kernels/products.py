@@ -87,6 +87,13 @@ def keep_pairs(pairs, mask, flag, like, EXACT: tl.constexpr):
 
 
 @triton.jit
+def own_pairs(pairs, i):
+    """Return the pairs [C, C] of each token with itself [C]; i are the numbers of the tokens."""
+    # Along rows: that is a sum within each warp.
+    return tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+
+
+@triton.jit
 def opaque(x):
     """Return x in 16 bits, in a way that the compiler takes for a computation."""
     if x.dtype != tl.float32 and not INTERPRETED:

@@ -66,8 +66,7 @@ class SegmentFunction(torch.autograd.Function):
             if d_o is None:
                 B, H, _, V = ctx.operator.state_shape(inputs)
                 d_o = first.new_zeros(B, first.shape[1], H, V)
-            spared = _spares_zeros(exchange, segments)
-            if d_finals is None and not spared:
+            if d_finals is None and not _spares_zeros(exchange, segments):
                 d_finals = _zero_states(ctx.operator, inputs, sum(len(p.documents) for p in slots))
             for segment, count in zip(segments, ctx.num_kept, strict=True):
                 segment.wanted = ctx.needs_input_grad[-num_inputs:]

@@ -20,7 +20,7 @@ import triton.language as tl
 from zeco.kernels.decay.gate_sums import power
 from zeco.kernels.decay.row_scales import scale_rows
 from zeco.kernels.decay.state import find_place
-from zeco.kernels.products import keep_pairs, pair_mask, reciprocal
+from zeco.kernels.products import keep_pairs, own_pairs, pair_mask, reciprocal
 from zeco.kernels.scalar.sums import chunk_skips, chunk_weights, pair_weights
 
 
@@ -77,7 +77,7 @@ def chunkwise_output_kernel(
             sums_ptr, at, size, log2_scale, C, False, STEP, REVERSE
         )
         if own_ptr is not None and vb == 0:
-            tl.store(own_ptr + at + i, tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1))
+            tl.store(own_ptr + at + i, own_pairs(pairs, i))
         pairs *= pair_weights(high, low, steps, log2_scale, not REVERSE, False)
         if SKIP:
             skips = chunk_skips(sums_ptr, at, size, C, False, STEP)
@@ -143,7 +143,7 @@ def chunkwise_gradient_kernel(
     z = z_desc.load([b, h // GROUP, t, kb * BK]).reshape(C, BK)
     if strong_ptr is not None:
         flag = tl.load(strong_ptr + place)
-        own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+        own = own_pairs(pairs, i)
         own = tl.where(flag == 0, own, 0.0)
         pairs = keep_pairs(pairs, pair_mask(C, 1, not REVERSE, False), flag, z, False)
         grad = tl.dot(pairs, z, grad)
@@ -181,7 +181,7 @@ def chunkwise_gradient_kernel(
             sums_ptr, at, size, log2_scale, C, False, STEP, REVERSE
         )
         if pull_ptr is not None:
-            own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+            own = own_pairs(pairs, i)
             if own_ptr is not None and kb == 0:
                 tl.store(own_ptr + at + i, own)
         pairs *= pair_weights(high, low, steps, log2_scale, not REVERSE, False)

@@ -147,7 +147,8 @@ def cut_programs(K: int, V: int, dtype: torch.dtype, *, diagonal: bool, chunkwis
     return Cuts(
         # By channel a fourth is more than shared memory holds.
         state_stages=1 if exact else (3 if diagonal else 4),
-        state_warps=warps,
+        # By head a product's rows are the fewer channels, of which a warp takes 16.
+        state_warps=warps if diagonal or min(K, V) > 64 else 4,
         output=output,
         gradient=gradient,
         pairs=_CHUNKWISE_PAIRS if chunkwise else _PAIRS,

@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from zeco.kernels.decay.gate_sums import LOG2E, read_gates
-from zeco.kernels.products import INTERPRETED, add_product, opaque, product, two_pieces
+from zeco.kernels.products import (
+    INTERPRETED,
+    add_product,
+    opaque,
+    own_pairs,
+    product,
+    two_pieces,
+)
 
 _FLAGS = tl.constexpr(16)  # flags read at a time
 
@@ -231,7 +238,7 @@ def strong_pairs_bwd_kernel(
                         do = do_desc.load([b, h, t, vv]).reshape(C, BV)
                         pairs = add_product(pairs, do, tl.trans(v), EXACT)
                     pairs *= scale
-                    same = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+                    same = own_pairs(pairs, i)
                     # Mirrored, so that both tokens of a pair take the same rounded number; negative
                     # in later halves, as is the pull on queries.
                     pairs = pairs.to(q_desc.dtype)

@@ -142,14 +142,13 @@ def _gradient_walk(
     """
     crossing, *others = meeting_arguments(meeting)
     bk, bv = plan.split_k, plan.block_v
-    gated = pull is not None
     launch(
         scalar_gradient_walk_kernel,
         plan.heads * plan.num_segments * plan.key_blocks,
         describe(x, plan.chunk, bv),
         describe(y, plan.chunk, bv),
         describe(z, plan.chunk, bk),
-        describe(a, plan.chunk, bk) if gated else None,
+        None if pull is None else describe(a, plan.chunk, bk),
         sums.values,
         describe(grad, plan.chunk, bk),
         pull,
@@ -170,7 +169,7 @@ def _gradient_walk(
         GROUP=plan.group,
         EXACT=plan.exact,
         STEP=sums.step,
-        PIECES=plan.pieces if gated else 1,
+        PIECES=1 if pull is None else plan.pieces,
         REVERSE=meeting is not None,
         STAGES=plan.cuts.gradient.stages,
         num_warps=plan.cuts.gradient.num_warps,

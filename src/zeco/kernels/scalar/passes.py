@@ -149,8 +149,7 @@ def _states(
         STEP=sums.step,
         ADJOINT=adjoint,
         STAGES=plan.cuts.state_stages,
-        # 16 rows of the product's each, which are the fewer channels.
-        num_warps=max(4, min(bk, bv) // 16),
+        num_warps=plan.cuts.state_warps,
         known=plan.launches,
     )
     return scan_segments(plan, updates, decays, starts, adjoint=adjoint)

@@ -26,6 +26,7 @@ from zeco.kernels.products import (
     add_product,
     arranged_as,
     keep_pairs,
+    own_pairs,
     pair_mask,
     product,
     two_pieces,
@@ -183,8 +184,7 @@ def scalar_output_walk_kernel(
         pairs = product(z, x, EXACT)
         o = product(state.to(y.dtype), x, EXACT)
         if own_ptr is not None and vb == 0:
-            # Along rows: that is a sum within each warp.
-            tl.store(own_ptr + at + i, tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1))
+            tl.store(own_ptr + at + i, own_pairs(pairs, i))
         pairs *= pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
         if SKIP:
             skips = chunk_skips(sums_ptr, at, size, C, EXACT, STEP)
@@ -281,8 +281,7 @@ def scalar_gradient_walk_kernel(
         )
         pairs = product(y, x, EXACT)
         if pull_ptr is not None:
-            # Along rows: that is a sum within each warp.
-            own = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+            own = own_pairs(pairs, i)
             if own_ptr is not None and kb == 0:
                 tl.store(own_ptr + at + i, own)
         pairs *= pair_weights(high, low, steps, log2_scale, REVERSE, EXACT)
